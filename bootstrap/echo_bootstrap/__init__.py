@@ -1,0 +1,1 @@
+"""The rendezvous peer of a swarm."""

@@ -1,0 +1,1 @@
+"""The Echo library: membership, weights, chains and reinforcement learning of a swarm."""

@@ -1,0 +1,1 @@
+"""Rollouts from a pipeline of peers: plan, stages, sampling and the driver. Knows nothing of rewards or training."""

@@ -1,0 +1,64 @@
+"""The seam of an engine: one span of a model, computed lane by lane. Knows no network and no sampling.
+
+A lane is a micro-batch with its own KV cache. Arrays cross the seam as numpy, so that torch and mlx stages can stand
+in one chain. All methods are synchronous, run in worker threads, and are never called concurrently on one stage.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from echo_protocols.values import PolicyVersion, Span
+from numpy.typing import NDArray
+
+Bits = NDArray[np.uint16]
+"""bf16 values as their bit patterns: what patches and content hashes are made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorUpdate:
+    """New values of one tensor at some flat positions; `index` None means all of them, `values` then has its shape."""
+
+    index: NDArray[np.int64] | None  # (changed,)
+    values: Bits  # (changed,) or the tensor's shape
+
+
+class Stage(Protocol):
+    """One span of a model."""
+
+    span: Span
+    engine: str
+    """Fingerprint of what computes: backend, its version, dtype; e.g. `torch-2.13.0-cpu-float32`."""
+
+    def forward(
+        self,
+        lane: int,
+        rows: NDArray[np.int32],  # (rows,) rows of the lane, each a sequence of its own
+        positions: NDArray[np.int32],  # (rows,) position of the first input token of each row
+        inputs: NDArray[np.int32] | NDArray[np.float32],  # (rows, length) token ids, or (rows, length, hidden)
+    ) -> NDArray[np.float32]:
+        """(rows, length, hidden) for the next stage, or (rows, vocabulary) logits of the last position if `span.last`.
+
+        A lane begins with its first call, whose rows must be 0 … n-1; later calls may name fewer (finished rows
+        leave) but no new ones.
+        """
+
+    def close(self, lane: int) -> None:
+        """Free the lane's KV cache; unknown lanes are no error."""
+
+    def tensors(self) -> Mapping[str, Bits]:
+        """The span's tensors by global Hugging Face name, as bf16 bits (copies)."""
+
+    def apply(self, updates: Mapping[str, TensorUpdate]) -> None:
+        """Change weights in place, without reallocating; lanes keep their KV."""
+
+
+class Weights(Protocol):
+    """Where a stage gets its next version from."""
+
+    async def prepare(self, version: PolicyVersion) -> None:
+        """Return once `version` is staged for this span. Raises WeightsError, or NetError when nobody has it."""
+
+    def switch(self, version: PolicyVersion, stage: Stage) -> None:
+        """Apply a staged version to the stage, between two steps (synchronous). Raises WeightsError."""

@@ -1,0 +1,1 @@
+"""Learning from rollouts: tasks, rewards, buffer, trainer. Knows nothing of chains."""

@@ -1,0 +1,1 @@
+"""The application: command line, roles, HTTP port and the demo."""

@@ -1,0 +1,72 @@
+"""Role records and the plan: who is in the swarm, what each can hold, and which layers each serves."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from echo_protocols.values import Count, Hash, Name, PeerId, PolicyVersion, Span
+
+Role = Literal["bootstrap", "trainer", "inference"]
+Address = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Capacity(Struct, frozen=True, kw_only=True):
+    """What a device can give: layers that fit in its memory, and how fast it computes them.
+
+    `max_layers` 0 means none. `layers_per_s` is layers × tokens a second at the run's batch, 0.0 while unmeasured.
+    """
+
+    max_layers: Annotated[int, Meta(ge=0, le=65536)]
+    layers_per_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    memory_bytes: Count = 0
+    device: Name = "cpu"
+
+
+class RoleRecord(Struct, frozen=True, kw_only=True):
+    """What a peer says of itself, renewed while it lives."""
+
+    role: Role
+    software: Name
+    run_id: Hash | None = None
+    streams: Annotated[tuple[Address, ...], Meta(max_length=16)] = ()
+    gossip: Annotated[tuple[Address, ...], Meta(max_length=16)] = ()
+    reach: Literal["public", "relayed", "none", "unknown"] = "unknown"
+    capacity: Capacity | None = None
+    span: Span | None = None
+    version: PolicyVersion | None = None
+    tokens_per_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    started_at: Annotated[float, Meta(ge=0.0)] = 0.0
+
+
+class Stop(Struct, frozen=True, kw_only=True, array_like=True):
+    """One stage of a chain: a peer and its span."""
+
+    peer: PeerId
+    span: Span
+
+
+Chain = Annotated[tuple[Stop, ...], Meta(min_length=1, max_length=256)]
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """Chains that together are the swarm; each covers all layers, in order. `number` grows with each change."""
+
+    number: Count
+    layers: Annotated[int, Meta(ge=1, le=65536)]
+    chains: Annotated[tuple[Chain, ...], Meta(max_length=4096)] = ()
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for chain in self.chains:
+            edges = [0, *(stop.span.end for stop in chain)]
+            starts = [stop.span.start for stop in chain]
+            if starts != edges[:-1] or edges[-1] != self.layers:
+                raise ValueError("a chain must cover the layers in order")
+            peers = {stop.peer for stop in chain}
+            if len(peers) != len(chain) or peers & seen:
+                raise ValueError("a peer serves one span of one chain")
+            seen |= peers
+
+    def chain_of(self, peer: str) -> tuple[Stop, ...] | None:
+        """The chain that a peer serves in, if any."""
+        return next((chain for chain in self.chains if any(stop.peer == peer for stop in chain)), None)

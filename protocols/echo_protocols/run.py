@@ -1,0 +1,80 @@
+"""The run manifest: what the owner of a run decides, signed. Its hash is the run id. Knows no peer and no clock."""
+
+import hashlib
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from echo_protocols.values import Hash, Name, PeerId
+
+Protocol = Literal["sequential", "async"]
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """How answers are drawn. Truncation (top_k, then top_p) follows the temperature; 0 and 1.0 switch them off."""
+
+    temperature: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    max_new_tokens: Annotated[int, Meta(ge=1, le=131_072)] = 32
+
+    def hash(self) -> bytes:
+        """32 bytes that name these parameters."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=32, person=b"echo/sampling/1").digest()
+
+
+class TaskSpec(Struct, frozen=True, kw_only=True):
+    """Which prompts, from which seed. Only tasks that ship with the software: no code comes from a manifest."""
+
+    name: Name = "sokoban"
+    seed: Annotated[int, Meta(ge=0, le=2**53)] = 1
+    settings: Annotated[dict[Name, str | int | float | bool], Meta(max_length=32)] = {}
+
+
+class Algorithm(Struct, frozen=True, kw_only=True):
+    """The update rule, by name, and its settings. Learning rates and clips as verl names them."""
+
+    name: Name = "grpo"
+    learning_rate: Annotated[float, Meta(gt=0.0, le=1.0)] = 1e-6
+    clip_ratio: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.2
+    correction: Literal["none", "icepop", "tis"] = "tis"
+    correction_bounds: tuple[float, float] = (0.5, 5.0)
+    grad_clip: Annotated[float, Meta(gt=0.0)] = 1.0
+    weight_decay: Annotated[float, Meta(ge=0.0)] = 0.0
+
+
+class Admission(Struct, frozen=True, kw_only=True):
+    """Which workers' rollouts a run takes: everybody's but `banned`, or only those in `allowed`."""
+
+    allowed: Annotated[tuple[PeerId, ...], Meta(max_length=10_000)] | None = None
+    banned: Annotated[tuple[PeerId, ...], Meta(max_length=10_000)] = ()
+
+    def admits(self, worker: str) -> bool:
+        """Whether rollouts of this worker are taken."""
+        return worker not in self.banned and (self.allowed is None or worker in self.allowed)
+
+
+class RunManifest(Struct, frozen=True, kw_only=True):
+    """Everything that two peers must agree on to take part in one run."""
+
+    swarm: Name
+    model: Name
+    tokenizer_hash: Hash
+    layers: Annotated[int, Meta(ge=1, le=65536)]
+    vocabulary: Annotated[int, Meta(ge=2, le=10_000_000)]
+    task: TaskSpec = TaskSpec()
+    algorithm: Algorithm = Algorithm()
+    sampling: Sampling = Sampling()
+    protocol: Protocol = "async"
+    max_lag: Annotated[int, Meta(ge=0, le=1024)] = 4
+    group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
+    groups_per_step: Annotated[int, Meta(ge=1, le=65536)] = 8
+    prompts: Annotated[int, Meta(ge=1, le=2**40)] = 1_000_000
+    trainers: Annotated[tuple[PeerId, ...], Meta(min_length=1, max_length=256)]
+    admission: Admission = Admission()
+    seed: Annotated[int, Meta(ge=0, le=2**53)] = 1
+
+    def run_id(self) -> bytes:
+        """32 bytes that name the run."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=32, person=b"echo/run/1").digest()
