@@ -5,23 +5,15 @@ in one chain. All methods are synchronous, run in worker threads, and are never 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from echo_protocols.values import PolicyVersion, Span
 from numpy.typing import NDArray
 
-Bits = NDArray[np.uint16]
-"""bf16 values as their bit patterns: what patches and content hashes are made of."""
+from echo_p2p.tensors import Bits, TensorUpdate
+from echo_protocols.values import PolicyVersion, Span
 
-
-@dataclass(frozen=True, slots=True)
-class TensorUpdate:
-    """New values of one tensor at some flat positions; `index` None means all of them, `values` then has its shape."""
-
-    index: NDArray[np.int64] | None  # (changed,)
-    values: Bits  # (changed,) or the tensor's shape
+__all__ = ["Bits", "Stage", "TensorUpdate", "Weights"]
 
 
 class Stage(Protocol):

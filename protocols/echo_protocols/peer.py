@@ -36,6 +36,7 @@ class RoleRecord(Struct, frozen=True, kw_only=True):
     version: PolicyVersion | None = None
     tokens_per_s: Annotated[float, Meta(ge=0.0)] = 0.0
     started_at: Annotated[float, Meta(ge=0.0)] = 0.0
+    leaving: bool = False
 
 
 class Stop(Struct, frozen=True, kw_only=True, array_like=True):

@@ -1,0 +1,174 @@
+"""A peer's one stage and the queue of its work, shared by driver and server. Knows no stream and no ring.
+
+Forward steps and weight switches run one at a time, in worker threads, in the order in which `turn` is taken.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import trio
+from echo_protocols.hop import BeginLane
+from echo_protocols.uniform import uniforms
+from echo_protocols.values import PolicyVersion
+
+from echo_p2p.chain.lane import Drawn, Floats, Integers, Lane
+from echo_p2p.chain.link import ChainLimits, broken
+from echo_p2p.chain.sampler import draw
+from echo_p2p.chain.stage import Stage, Weights
+from echo_p2p.errors import EchoError, NetError, WeightsError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HostStatistics:
+    """What a stage has done. `busy_s` is time in the stage's own code, `refused` counts frames and chains by reason."""
+
+    version: PolicyVersion
+    lanes: int
+    steps: int
+    rows: int
+    switches: int
+    busy_s: float
+    refused: Mapping[str, int]
+
+
+class StageHost:
+    """Owns a stage. `turn` is held from the start of a step until its frame is queued: frames leave in step order."""
+
+    def __init__(
+        self,
+        peer: str,
+        stage: Stage,
+        weights: Weights,
+        version: PolicyVersion,
+        *,
+        limits: ChainLimits | None = None,
+    ) -> None:
+        self.peer = peer
+        self.stage = stage
+        self.version = version
+        self.limits = limits or ChainLimits()
+        self.turn = trio.Lock()
+        self.refused: Counter[str] = Counter()
+        self._weights = weights
+        # A cancelled call leaves its thread behind; the limiter keeps the stage to itself until that thread is done.
+        self._limiter = trio.CapacityLimiter(1)
+        self._staging = trio.Lock()
+        self._lanes: set[int] = set()
+        self._lanes_begun = 0
+        self._discarded: list[int] = []
+        self._steps = self._rows = self._switches = 0
+        self._busy_s = 0.0
+
+    @property
+    def statistics(self) -> HostStatistics:
+        """Figures so far."""
+        return HostStatistics(
+            version=self.version,
+            lanes=len(self._lanes),
+            steps=self._steps,
+            rows=self._rows,
+            switches=self._switches,
+            busy_s=self._busy_s,
+            refused=dict(self.refused),
+        )
+
+    def begin(self, order: BeginLane) -> Lane:
+        """A new lane. Raises ChainBroken when it is over the limits."""
+        limits = self.limits
+        if len(self._lanes) >= limits.lanes:
+            raise broken("too-many-lanes", f"this stage holds {limits.lanes} lanes", self.peer)
+        if order.rows > limits.rows or order.positions > limits.positions:
+            text = f"a lane of {order.rows} rows and {order.positions} positions is over {limits.rows}, {limits.positions}"
+            raise broken("lane-too-large", text, self.peer)
+        self._lanes_begun += 1
+        self._lanes.add(self._lanes_begun)
+        return Lane(self._lanes_begun, order)
+
+    def discard(self, lane: Lane) -> None:
+        """Free a lane before the next step (or `drain`)."""
+        self._lanes.discard(lane.number)
+        self._discarded.append(lane.number)
+
+    async def drain(self) -> None:
+        """Free discarded lanes now."""
+        async with self.turn:
+            await self._in_thread(self._close_discarded)
+
+    async def forward(
+        self, lane: Lane, step: int, rows: Integers, positions: Integers, inputs: Integers | Floats
+    ) -> Floats | Drawn:
+        """Hidden states (rows, length, hidden), or drawn tokens if this is the last stage. Holding `turn`.
+
+        Raises ChainBroken when the engine fails or exceeds the hop's deadline.
+        """
+        version = self.version
+
+        def work() -> Floats | Drawn:
+            self._close_discarded()
+            started = time.perf_counter()
+            try:
+                outputs = self.stage.forward(lane.number, rows, positions, inputs)
+                return self._draw(lane, step, version, rows, outputs) if self.stage.span.last else outputs
+            finally:
+                self._busy_s += time.perf_counter() - started
+                self._steps += 1
+                self._rows += len(rows)
+
+        return await self._in_thread(work)
+
+    async def prepare(self, version: PolicyVersion, timeout_s: float) -> None:
+        """Stage a version while steps go on. Raises WeightsError."""
+        if version < self.version:
+            raise WeightsError(f"version {version} is older than this stage's {self.version}; versions only grow")
+        try:
+            with trio.fail_after(timeout_s):
+                async with self._staging:
+                    if version != self.version:
+                        await self._weights.prepare(version)
+        except trio.TooSlowError:
+            raise WeightsError(f"version {version} could not be staged in {timeout_s:g} s") from None
+        except NetError as error:
+            raise WeightsError(f"version {version} could not be fetched: {error}") from error
+
+    async def switch(self, version: PolicyVersion) -> None:
+        """Apply a staged version; the next step is the first that it computes. Holding `turn`. Raises ChainBroken."""
+
+        def work() -> None:
+            if version != self.version:
+                self._weights.switch(version, self.stage)
+                self.version = version
+                self._switches += 1
+
+        await self._in_thread(work)
+
+    def _draw(self, lane: Lane, step: int, version: PolicyVersion, rows: Integers, logits: Floats) -> Drawn:
+        order = lane.order
+        u = np.array(uniforms(order.run_seed, order.group_id, rows.tolist(), step), np.float64)  # (rows,)
+        tokens, logprobs = draw(logits, u, order.sampling)
+        return Drawn(step=step, version=version, rows=rows, tokens=tokens, logprobs=logprobs)
+
+    def _close_discarded(self) -> None:
+        while self._discarded:
+            self.stage.close(self._discarded.pop())
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        timeout_s = self.limits.hop_timeout_s
+        try:
+            with trio.fail_after(timeout_s):
+                return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._limiter)
+        except trio.TooSlowError:
+            raise broken("stalled", f"the stage did not finish in {timeout_s:g} s", self.peer) from None
+        except EchoError as error:
+            raise broken("engine", str(error), self.peer) from error
+        except Exception as error:  # whatever an engine raises is a fault of this chain, not of the node
+            logger.exception("the stage of %s failed", self.peer)
+            raise broken("engine", f"{type(error).__name__}: {error}", self.peer) from error

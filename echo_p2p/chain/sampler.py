@@ -1,0 +1,110 @@
+"""Draws tokens from logits with given uniforms, and checks such draws. Pure numpy float64: knows no engine, no lane.
+
+Temperature, then top-k, then top-p, then the inverse of the cumulative distribution in token-id order. Each row is
+computed from itself alone, so the same logits give the same token in any batch.
+"""
+
+import numpy as np
+from echo_protocols.run import Sampling
+from numpy.typing import NDArray
+
+from echo_p2p.errors import ChainError
+
+Floats = NDArray[np.float64]
+
+
+def draw(
+    logits: NDArray[np.float32],  # (rows, vocabulary)
+    uniforms: Floats,  # (rows,) each in [0, 1)
+    sampling: Sampling,
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Tokens (rows,) and their log-probabilities (rows,) in the distribution truly drawn from; never above 0.
+
+    Raises ChainError on logits that are not finite or do not fit.
+    """
+    scores = _scores(logits, sampling)
+    uniforms = np.asarray(uniforms, dtype=np.float64)
+    if uniforms.shape != scores.shape[:1] or not ((uniforms >= 0.0) & (uniforms < 1.0)).all():
+        raise ChainError(f"{len(scores)} rows need as many uniforms in [0, 1), not {uniforms.tolist()[:8]}")
+    if _truncates(sampling, scores.shape[1]):
+        for row in scores:  # (vocabulary,)
+            row[~_kept(row, sampling)] = -np.inf
+    mass = np.cumsum(np.exp(scores), axis=1)  # (rows, vocabulary), not normalised
+    total = mass[:, -1]
+    tokens = np.array([_invert(row, u) for row, u in zip(mass, uniforms, strict=True)], dtype=np.int32)
+    logprobs = scores[np.arange(len(scores)), tokens] - np.log(total)
+    return tokens, np.minimum(logprobs, 0.0).astype(np.float32) + np.float32(0.0)  # + 0.0 makes -0.0 plain
+
+
+def audit(
+    logits: NDArray[np.float32],  # (vocabulary,)
+    token: int,
+    uniform: float,
+    sampling: Sampling,
+    epsilon: float,
+) -> bool:
+    """Whether `uniform` draws `token` from these logits, give or take `epsilon` of probability.
+
+    Tolerates a token at the edge of the truncation. A near tie between two *other* tokens at that edge may still
+    refuse an honest draw: judge a peer by its rate of refusals, never by one.
+    """
+    scores = _scores(logits[None], sampling)[0]
+    if not 0 <= token < len(scores):
+        return False
+    if not _truncates(sampling, len(scores)):
+        return _inside(scores, token, uniform, epsilon)
+    for top_p in (sampling.top_p, max(sampling.top_p - epsilon, epsilon), min(sampling.top_p + epsilon, 1.0)):
+        kept = _kept(scores, sampling, top_p=top_p, favoured=token, favour=epsilon)
+        if kept[token] and _inside(np.where(kept, scores, -np.inf), token, uniform, epsilon):
+            return True
+    return False
+
+
+def _scores(logits: NDArray[np.float32], sampling: Sampling) -> Floats:
+    """Logits over temperature, shifted so that each row's best is 0; (rows, vocabulary)."""
+    if logits.ndim != 2 or not logits.size:
+        raise ChainError(f"logits of shape {logits.shape} are not (rows, vocabulary): the last stage is at fault")
+    if not np.isfinite(logits).all():
+        raise ChainError("logits hold NaN or infinity: the weights or the last stage are at fault, replay elsewhere")
+    scores: Floats = logits.astype(np.float64) / sampling.temperature
+    scores -= scores.max(axis=1, keepdims=True)
+    return scores
+
+
+def _truncates(sampling: Sampling, vocabulary: int) -> bool:
+    return sampling.top_p < 1.0 or 0 < sampling.top_k < vocabulary
+
+
+def _kept(
+    scores: Floats, sampling: Sampling, *, top_p: float | None = None, favoured: int | None = None, favour: float = 0.0
+) -> NDArray[np.bool_]:
+    """Which tokens (vocabulary,) top-k and top-p leave; among equals the lower id goes first.
+
+    `favoured` is ranked as if its score were higher by `favour`.
+    """
+    ranking = scores.copy()
+    if favoured is not None:
+        ranking[favoured] += favour
+    order = np.argsort(-ranking, kind="stable")
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    top_p = sampling.top_p if top_p is None else top_p
+    if top_p < 1.0:
+        mass = np.cumsum(np.exp(scores[order]))
+        order = order[: int(np.searchsorted(mass, top_p * mass[-1], side="left")) + 1]
+    kept = np.zeros(len(scores), dtype=np.bool_)
+    kept[order] = True
+    return kept
+
+
+def _invert(mass: Floats, uniform: float) -> int:
+    """The first token whose cumulated mass passes the uniform's share. One without mass is never it."""
+    token = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
+    # u so near 1 that its share rounds up to all of the mass: the last token that added any.
+    return token if token < len(mass) else int(np.searchsorted(mass, mass[-1], side="left"))
+
+
+def _inside(scores: Floats, token: int, uniform: float, epsilon: float) -> bool:
+    mass = np.cumsum(np.exp(scores))
+    low = mass[token - 1] / mass[-1] if token else 0.0
+    return bool(low - epsilon <= uniform <= mass[token] / mass[-1] + epsilon)

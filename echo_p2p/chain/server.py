@@ -1,0 +1,257 @@
+"""The chains that a peer serves: streams from predecessors, and the last stage's stream back to a head.
+
+Knows no plan (the `allow` hook does) and no role. Everything that a stream brings is hostile until checked: it ends
+that stream with a typed failure and a count, never more.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import numpy as np
+import trio
+from echo_protocols import names
+from echo_protocols.hop import (
+    BeginLane,
+    Beat,
+    EndLane,
+    Failure,
+    Forward,
+    Frame,
+    Open,
+    Prepare,
+    Switch,
+    Tokens,
+)
+from trio import TaskStatus
+
+from echo_p2p.chain.host import StageHost
+from echo_p2p.chain.lane import Drawn, Lane
+from echo_p2p.chain.link import CLOSED, ChainBroken, Link, bid_farewell, broken, receive_frame, send_frame
+from echo_p2p.errors import NetError, WeightsError
+from echo_p2p.net.base import Stream, Streams
+
+logger = logging.getLogger(__name__)
+
+Allow = Callable[[str, Open], str | None]
+"""Given the predecessor and the chain it asks for: why it is refused, or None. Here the plan is checked."""
+
+Return = Callable[[Stream, Open], Awaitable[None]]
+
+
+def allow_everybody(peer: str, opening: Open) -> str | None:
+    """Refuses nobody: for tests, and for swarms on one machine."""
+    return None
+
+
+class ChainServer:
+    """Serves a host's stage to one chain at a time; a newer chain that is allowed takes the place of the older."""
+
+    def __init__(self, streams: Streams, host: StageHost, allow: Allow = allow_everybody) -> None:
+        self.host = host
+        self.streams = streams
+        self._allow = allow
+        self._returns: dict[bytes, Return] = {}
+        self._serving: Link | None = None
+        self._free = trio.Lock()
+
+    async def serve(
+        self, *, max_streams: int = 8, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Serve the hop protocol until cancelled."""
+        await self.streams.serve(names.HOP, self._on_stream, max_streams=max_streams, task_status=task_status)
+
+    def expect(self, chain: bytes, accept: Return) -> None:
+        """Hand the stream that closes the ring of `chain` to its driver."""
+        self._returns[chain] = accept
+
+    def forget(self, chain: bytes) -> None:
+        """Refuse that stream again."""
+        self._returns.pop(chain, None)
+
+    async def _on_stream(self, stream: Stream) -> None:
+        chain = bytes(16)
+        try:
+            chain, frame = await receive_frame(stream, None, self.host.limits.open_timeout_s)
+            if not isinstance(frame, Open):
+                raise broken("not-open", f"{stream.peer} began with something else than an open", self.host.peer)
+            place = frame.place_of(self.host.peer)
+            if place is None:
+                raise broken("not-in-route", "this peer has no stop in the route", self.host.peer)
+            if stream.peer != frame.route[place - 1].peer:
+                raise broken("not-predecessor", f"{stream.peer} does not precede this peer", self.host.peer)
+            if place == 0:
+                await self._close_ring(stream, chain, frame)
+            else:
+                await self._serve_chain(stream, chain, frame, place)
+        except ChainBroken as error:
+            self.host.refused[error.failure.reason] += 1
+            logger.warning("refused a stream of %s: %s", stream.peer, error)
+            await bid_farewell(chain, error.failure, stream)
+
+    async def _close_ring(self, stream: Stream, chain: bytes, opening: Open) -> None:
+        accept = self._returns.get(chain)
+        if accept is None:
+            raise broken("unknown-chain", "no driver here waits for this chain", self.host.peer)
+        self.forget(chain)
+        await accept(stream, opening)
+
+    async def _serve_chain(self, upstream: Stream, chain: bytes, opening: Open, place: int) -> None:
+        host = self.host
+        if opening.route[place].span != host.stage.span:
+            raise broken("wrong-span", f"this peer serves {host.stage.span}", host.peer)
+        if opening.lanes > host.limits.lanes:
+            raise broken("too-many-lanes", f"this peer holds {host.limits.lanes} lanes", host.peer)
+        if (reason := self._allow(upstream.peer, opening)) is not None:
+            raise broken("not-allowed", reason, host.peer)
+        if self._serving is not None:
+            self._serving.end(Failure(reason="superseded", text="a newer chain was opened", peer=host.peer))
+        async with self._free, AsyncExitStack() as stack:
+            downstream = await self._open_successor(stack, chain, opening, place)
+            link = self._serving = Link(chain, upstream, downstream, host.limits)
+            try:
+                failure = await _ServedChain(host, link).run()
+            finally:
+                self._serving = None
+        if failure.reason != CLOSED:
+            host.refused[failure.reason] += 1
+            logger.warning("the chain from %s ended: %s", upstream.peer, ChainBroken(failure))
+
+    async def _open_successor(self, stack: AsyncExitStack, chain: bytes, opening: Open, place: int) -> Stream:
+        host = self.host
+        successor = opening.after(place).peer
+        timeout_s = host.limits.open_timeout_s
+        try:
+            stream = await stack.enter_async_context(self.streams.open(successor, names.HOP, timeout_s=timeout_s))
+        except NetError as error:
+            raise broken("unreachable", f"could not open a stream to {successor}: {error}", successor) from error
+        await send_frame(stream, chain, signed_in(opening, host), timeout_s)
+        return stream
+
+
+def signed_in(opening: Open, host: StageHost) -> Open:
+    """The open frame with this stage's version and engine added."""
+    return Open(
+        route=opening.route,
+        run_id=opening.run_id,
+        plan=opening.plan,
+        lanes=opening.lanes,
+        versions=(*opening.versions, host.version),
+        engines=(*opening.engines, host.stage.engine),
+    )
+
+
+class _ServedChain:
+    """One chain at one stage after its first. Its lanes live as long as its link."""
+
+    def __init__(self, host: StageHost, link: Link) -> None:
+        self._host = host
+        self._link = link
+        self._lanes: dict[int, Lane] = {}
+        self._background: trio.Nursery | None = None
+
+    async def run(self) -> Failure:
+        try:
+            async with trio.open_nursery() as self._background:
+                failure = await self._link.run(self._on_frame)
+                self._background.cancel_scope.cancel()
+        finally:
+            for lane in self._lanes.values():
+                self._host.discard(lane)
+            with trio.CancelScope(shield=True):
+                await self._free_lanes()
+        return failure
+
+    async def _free_lanes(self) -> None:
+        try:
+            await self._host.drain()
+        except ChainBroken as error:
+            logger.warning("the lanes of a chain could not be freed: %s", error)
+
+    async def _on_frame(self, frame: Frame) -> None:
+        host, link = self._host, self._link
+        match frame:
+            case Forward():
+                await self._forward(frame)
+            case BeginLane():
+                if frame.lane in self._lanes:
+                    raise broken("bad-lane", f"lane {frame.lane} began twice", host.peer)
+                self._lanes[frame.lane] = host.begin(frame)
+                self._pass_on(frame)
+            case EndLane():
+                lane = self._lanes.pop(frame.lane, None)
+                if lane is None:
+                    raise broken("bad-lane", f"lane {frame.lane} ended but is not known", host.peer)
+                host.discard(lane)
+                self._pass_on(frame)
+            case Switch():
+                async with host.turn:
+                    await host.switch(frame.version)
+                    self._pass_on(frame)
+            case Prepare():
+                assert self._background is not None
+                self._background.start_soon(self._prepare, frame)
+            case Beat():
+                link.send(frame)
+            case _:
+                raise broken("bad-frame", f"a {type(frame).__name__} frame does not belong here", host.peer)
+
+    def _pass_on(self, frame: Frame) -> None:
+        # The head needs no echo of its own orders; prepares and beats do return to it.
+        if not self._host.stage.span.last:
+            self._link.send(frame)
+
+    async def _forward(self, frame: Forward) -> None:
+        host = self._host
+        lane = self._lanes.get(frame.lane)
+        if lane is None:
+            raise broken("bad-lane", f"lane {frame.lane} is not known", host.peer)
+        rows = np.frombuffer(frame.rows, "<i4")  # (rows,)
+        positions = np.frombuffer(frame.positions, "<i4")  # (rows,)
+        hidden = np.frombuffer(frame.payload, "<f4").reshape(len(rows), frame.length, frame.width)
+        async with host.turn:
+            if frame.version != host.version:
+                text = f"a frame of version {frame.version} came to a stage at {host.version}"
+                raise broken("version", text, host.peer)
+            if (fault := lane.fault(frame.step, rows, positions, frame.length)) is not None:
+                raise broken("bad-rows", fault, host.peer)
+            result = await host.forward(lane, frame.step, rows, positions, hidden)
+            self._link.send(result_frame(frame.lane, frame.step, host, rows, positions, result))
+
+    async def _prepare(self, frame: Prepare) -> None:
+        fault = frame.fault
+        if not fault:
+            try:
+                await self._host.prepare(frame.version, frame.timeout_s)
+            except WeightsError as error:
+                fault = f"{self._host.peer}: {error}"[:500]
+        try:
+            self._link.send(Prepare(version=frame.version, timeout_s=frame.timeout_s, fault=fault))
+        except ChainBroken as error:
+            self._link.end(error.failure)
+
+
+def result_frame(
+    lane: int, step: int, host: StageHost, rows: np.ndarray, positions: np.ndarray, result: np.ndarray | Drawn
+) -> Forward | Tokens:
+    """What a stage sends after a step; its version is the host's, which can't change while `turn` is held."""
+    if isinstance(result, Drawn):
+        return Tokens(
+            lane=lane,
+            step=step,
+            version=result.version,
+            rows=result.rows.astype("<i4").tobytes(),
+            tokens=result.tokens.astype("<i4").tobytes(),
+            logprobs=result.logprobs.astype("<f4").tobytes(),
+        )
+    payload = np.ascontiguousarray(result, "<f4")
+    return Forward(
+        lane=lane,
+        step=step,
+        version=host.version,
+        length=result.shape[1],
+        width=result.shape[2],
+        rows=rows.astype("<i4").tobytes(),
+        positions=positions.astype("<i4").tobytes(),
+        payload=memoryview(payload).cast("B"),
+    )

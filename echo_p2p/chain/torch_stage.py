@@ -1,0 +1,260 @@
+"""The generic stage over Hugging Face transformers: one span of any decoder family. Knows no network and no sampling.
+
+The family's own class is subclassed; what the span does not host becomes a pass-through without parameters. Names,
+layer numbers and the family's own forward stay, so a chain computes the whole model's bits.
+"""
+
+# transformers keeps no public list of causal classes by config other than this mapping.
+# The policy is bf16 by definition: weights are rounded on loading, whatever precision then computes with them.
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from echo_protocols.values import Span
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, DynamicCache
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from echo_p2p.chain.lanes import Lane, Lanes
+from echo_p2p.chain.live_weights import live_parameters, read_bits, write_bits
+from echo_p2p.chain.shape import span_tensors, tensor_entries
+from echo_p2p.chain.stage import Bits, TensorUpdate
+from echo_p2p.errors import ChainError, ModelError
+
+logger = logging.getLogger(__name__)
+
+Device = Literal["auto", "cpu", "cuda", "mps"]
+
+
+def load_stage(
+    model_path: Path,
+    span: Span,
+    *,
+    device: Device = "auto",
+    dtype: torch.dtype | None = None,
+    max_lanes: int = 64,
+    max_length: int | None = None,
+) -> "TorchStage":
+    """Load the tensors of `span`, and no others, from a folder in Hugging Face format.
+
+    `dtype` computes: float32 on a CPU (default), bfloat16 elsewhere. `max_length` bounds a lane's positions (default:
+    what the model was made for). Raises ModelError.
+    """
+    where = torch.device(_pick_device() if device == "auto" else device)
+    dtype = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ModelError(f"a stage can't compute in {dtype}: choose float32 or bfloat16, which hold a bf16 policy")
+    config = _read_config(model_path)
+    if config.num_hidden_layers != span.layers:
+        raise ModelError(f"span {span} is not of {model_path}, which has {config.num_hidden_layers} layers")
+    model = _read_model(model_path, config, span, dtype).to(where).eval()
+    bound = max_length or int(getattr(config, "max_position_embeddings", 4096))
+    logger.debug("loaded span %s of %s on %s in %s", span, model_path, where, dtype)
+    return TorchStage(model, span, dtype, max_lanes=max_lanes, max_length=bound)
+
+
+class TorchStage:
+    """A `Stage` computed by torch. Keeps one KV cache a lane, bounded as `Lanes` says."""
+
+    def __init__(self, model: Any, span: Span, dtype: torch.dtype, *, max_lanes: int, max_length: int) -> None:
+        self.span = span
+        self._model = model
+        self._lanes = Lanes(lambda: _LaneCache(model.config, span), most=max_lanes, longest=max_length)
+        self._parameters = live_parameters(model, dtype)
+        self._device: torch.device = model.device
+        version = torch.__version__.split("+")[0]
+        self.engine = f"torch-{version}-{self._device.type}-{str(dtype).removeprefix('torch.')}"
+        self._dtype = dtype
+
+    def forward(
+        self,
+        lane: int,
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        inputs: NDArray[np.int32] | NDArray[np.float32],
+    ) -> NDArray[np.float32]:
+        """As `Stage.forward` says. Raises ChainError; a lane whose computation failed is closed."""
+        self._check(len(rows), inputs)
+        state, kept = self._lanes.enter(lane, rows, positions, inputs.shape[1])
+        try:
+            if kept is not None:
+                state.cache.select(kept)
+            outputs = self._compute(state, inputs)
+        except (RuntimeError, IndexError) as error:
+            self._lanes.close(lane)
+            raise ChainError(f"lane {lane} failed on span {self.span} ({error}): replay it elsewhere") from error
+        state.length += inputs.shape[1]
+        state.cache.advance(state.length)
+        return outputs
+
+    def close(self, lane: int) -> None:
+        """Free the lane's KV cache; unknown lanes are no error."""
+        self._lanes.close(lane)
+
+    def tensors(self) -> Mapping[str, Bits]:
+        """The span's tensors by global Hugging Face name, as bf16 bits (copies)."""
+        return read_bits(self._parameters)
+
+    def apply(self, updates: Mapping[str, TensorUpdate]) -> None:
+        """Write bf16 values into the live weights; lanes keep their KV. Raises WeightsError before anything changes."""
+        write_bits(self._parameters, updates)
+
+    def _compute(
+        self, state: "Lane[_LaneCache]", inputs: NDArray[np.int32] | NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            length = inputs.shape[1]
+            place = torch.arange(state.length, state.length + length, device=self._device)[None]  # (1, length)
+            common = {"position_ids": place, "past_key_values": state.cache, "use_cache": True}
+            if self.span.first:
+                common["input_ids"] = torch.tensor(inputs, dtype=torch.int64).to(self._device)
+            else:
+                common["inputs_embeds"] = torch.tensor(inputs).to(self._device, self._dtype)
+            if self.span.last:  # the model's own forward: it may scale or cap its logits
+                outputs = self._model(**common, logits_to_keep=1).logits[:, -1]  # (rows, vocabulary)
+            else:
+                outputs = self._model.base_model(**common).last_hidden_state  # (rows, length, hidden)
+            return outputs.float().cpu().numpy()
+
+    def _check(self, rows: int, inputs: NDArray[np.int32] | NDArray[np.float32]) -> None:
+        config = self._model.config
+        shape = (rows, inputs.shape[1] if inputs.ndim > 1 else 0, config.hidden_size)
+        if inputs.shape != (shape[:2] if self.span.first else shape):
+            raise ChainError(f"inputs of shape {inputs.shape} do not fit span {self.span} of {config.model_type}")
+        if self.span.first and inputs.size and not 0 <= inputs.min() <= inputs.max() < config.vocab_size:
+            raise ChainError(f"a token id is outside the vocabulary of {config.vocab_size}: use the run's tokenizer")
+
+
+class _LaneCache(DynamicCache):
+    """KV of the span's layers. For all other layers, whose KV other stages hold, it only knows how long they are."""
+
+    def __init__(self, config: Any, span: Span) -> None:
+        super().__init__(config=config)
+        if len(self.layers) < span.layers and len(span) < span.layers:
+            raise ModelError(f"{config.model_type} shares KV between layers: serve it whole, not as span {span}")
+        self._here = self.layers[span.start : span.end]
+        elsewhere: dict[type, Any] = {}
+        for i, layer in enumerate(self.layers):
+            if not span.start <= i < span.end:
+                self.layers[i] = elsewhere.setdefault(type(layer), _length_only(layer))
+        self._elsewhere = list(elsewhere.values())
+
+    def advance(self, length: int) -> None:
+        """All layers are `length` tokens long now."""
+        for layer in self._elsewhere:
+            if isinstance(layer, _Elsewhere | DynamicSlidingWindowLayer):
+                layer.cumulative_length = length
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                layer.has_previous_state = True
+
+    def select(self, kept: list[int]) -> None:
+        """Keep these rows of the batch, in this order."""
+        with torch.inference_mode():
+            for layer in self._here:
+                layer.reorder_cache(torch.tensor(kept))
+
+
+class _Elsewhere(DynamicLayer):
+    cumulative_length = 0
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+
+def _length_only(layer: Any) -> Any:
+    sizes_itself = isinstance(layer, DynamicSlidingWindowLayer) or not isinstance(layer, CacheLayerMixin)
+    return layer if sizes_itself else _Elsewhere()
+
+
+class _PassThrough(nn.Module):
+    """Stands where another stage hosts a module."""
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden_states
+
+
+def _stage_class(config: Any, span: Span) -> Any:
+    """The family's causal class, hosting only `span`."""
+    try:
+        family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError as error:
+        raise ModelError(f"transformers has no causal language model of type {config.model_type!r}") from error
+
+    def initialise(self: Any, config: Any) -> None:
+        family.__init__(self, config)
+        inner = self.base_model
+        if not {"layers", "embed_tokens", "norm"} <= {name for name, _ in inner.named_children()}:
+            raise ModelError(f"{config.model_type} is not laid out as embed_tokens, layers, norm: serve another model")
+        for i in range(span.layers):
+            if not span.start <= i < span.end:
+                inner.layers[i] = _PassThrough()
+        if not span.first and hasattr(inner, "embedding_multiplier"):
+            inner.embedding_multiplier = 1.0  # granite scales whatever enters; the first stage has done that
+        if not span.first and not (span.last and config.tie_word_embeddings):
+            inner.embed_tokens = _PassThrough()
+        if not span.last:
+            inner.norm, self.lm_head = _PassThrough(), _PassThrough()
+
+    body: dict[str, Any] = {"__init__": initialise, "__module__": family.__module__}
+    if not span.last:
+        body["_tied_weights_keys"] = {}  # there is no output matrix to tie
+    return type(family.__name__, (family,), body)
+
+
+def _read_config(model_path: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{model_path} holds no readable config.json ({error}): name a Hugging Face folder") from error
+    if not hasattr(config, "num_hidden_layers"):
+        raise ModelError(f"{model_path} is of type {config.model_type!r}, which is no decoder of text: name another")
+    return config
+
+
+def _read_model(model_path: Path, config: Any, span: Span, dtype: torch.dtype) -> Any:
+    entries = tensor_entries(model_path)
+    names = span_tensors(entries, span, tied=bool(config.tie_word_embeddings))
+    with ExitStack() as stack, _quiet():
+        try:
+            files = {f: stack.enter_context(safe_open(f, framework="pt")) for f in {entries[n].file for n in names}}
+            state = {name: files[entries[name].file].get_tensor(name) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"the weights of {model_path} can't be read ({error}): fetch the model again") from error
+        read: Callable[..., Any] = _stage_class(config, span).from_pretrained
+        model, report = read(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+    absent = sorted(report["missing_keys"]) + sorted(report["mismatched_keys"])
+    if absent:
+        raise ModelError(f"{model_path} lacks {absent[0]!r} and {len(absent) - 1} more: fetch the model again")
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar on a screen that is not ours."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _pick_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"

@@ -1,0 +1,143 @@
+"""Typed configuration: the one place where a user's TOML and flags are checked. Reads no environment.
+
+Precedence: flag > environment > TOML > default. The TOML is decoded into these structs, so an unknown key or a wrong
+type is an error that names its path.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from echo_p2p.errors import ConfigError
+from echo_protocols.run import Admission, Algorithm, Protocol, Sampling, TaskSpec
+
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0.0)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class NetworkConfig(Struct, frozen=True, kw_only=True):
+    """Where a node listens and whom it dials first. Port 0 lets the system choose."""
+
+    peers: tuple[str, ...] = ()
+    host: str = "0.0.0.0"
+    port: Port = 0
+    gossip_port: Port = 0
+    announce: tuple[str, ...] = ()
+    http_host: str = "127.0.0.1"
+    http_port: Port = 0
+
+
+class RunConfig(Struct, frozen=True, kw_only=True):
+    """What a run is: becomes the signed manifest."""
+
+    model: str = "tiny"
+    protocol: Protocol = "async"
+    max_lag: Annotated[int, Meta(ge=0, le=1024)] = 4
+    group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
+    groups_per_step: Annotated[int, Meta(ge=1, le=65536)] = 8
+    prompts: Positive = 1_000_000
+    seed: Annotated[int, Meta(ge=0)] = 1
+    task: TaskSpec = TaskSpec()
+    algorithm: Algorithm = Algorithm()
+    sampling: Sampling = Sampling()
+    admission: Admission = Admission()
+
+
+class TrainerConfig(Struct, frozen=True, kw_only=True):
+    """How the trainer works; no peer needs to agree on it."""
+
+    steps: Positive | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    checkpoint_every: Positive = 5
+    snapshot_every: Positive = 20
+    keep_releases: Positive = 40
+    buffer_groups: Positive = 4096
+    buffer_bytes: Positive = 1 << 30
+    pull_deadline_s: Seconds = 60.0
+    micro_batch_rows: Positive = 64
+
+
+class InferenceConfig(Struct, frozen=True, kw_only=True):
+    """What an inference peer gives. `max_layers` 0 measures what fits in memory."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    max_layers: Annotated[int, Meta(ge=0)] = 0
+    memory_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
+    lanes: Positive = 2
+    slowdown_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    """Seconds to wait after each decode step: makes a slow peer out of a fast one, for experiments."""
+
+
+class NodeConfig(Struct, frozen=True, kw_only=True):
+    """Everything one node needs to start."""
+
+    swarm: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")] = "echo"
+    role: Literal["bootstrap", "trainer", "inference"] = "inference"
+    network: NetworkConfig = NetworkConfig()
+    run: RunConfig = RunConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    inference: InferenceConfig = InferenceConfig()
+
+
+def load_config(path: Path | None, overrides: Mapping[str, object] | None = None) -> NodeConfig:
+    """The configuration of a TOML file with `overrides` (dotted key → value, None is ignored) laid over it.
+
+    Raises ConfigError, in one sentence with the path of the key.
+    """
+    document: dict[str, Any] = {}
+    where = "the command line"
+    if path is not None:
+        where = str(path)
+        try:
+            document = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"can't read the configuration {path}: {error.strerror}; check the path.") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            _lay(document, key.split("."), value, where)
+    _refuse_unknown(document, NodeConfig, "", where)
+    try:
+        return msgspec.convert(document, NodeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_sentence(str(error))}") from error
+
+
+def dump_config(config: NodeConfig) -> bytes:
+    """The resolved configuration as JSON, for the run's folder."""
+    return msgspec.json.format(msgspec.json.encode(config), indent=2)
+
+
+def _lay(document: dict[str, Any], keys: list[str], value: object, where: str) -> None:
+    for key in keys[:-1]:
+        document = document.setdefault(key, {})
+        if not isinstance(document, dict):
+            raise ConfigError(f"{where}: `{'.'.join(keys[:-1])}` must be a table.")
+    document[keys[-1]] = value
+
+
+def _refuse_unknown(document: Mapping[str, Any], schema: type[Struct], path: str, where: str) -> None:
+    # by hand, since the wire's structs ignore unknown fields and a user's typing error must not be ignored
+    fields = {field.name: field.type for field in msgspec.structs.fields(schema)}
+    for key, value in document.items():
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean `{path}{close[0]}`?" if close else f"known keys: {', '.join(sorted(fields))}."
+            raise ConfigError(f"{where}: unknown key `{path}{key}`; {hint}")
+        nested = fields[key]
+        if isinstance(value, dict) and isinstance(nested, type) and issubclass(nested, Struct):
+            _refuse_unknown(value, nested, f"{path}{key}.", where)
+
+
+def _sentence(message: str) -> str:
+    """msgspec's `what - at $.a.b` as `a.b`: what."""
+    what, separator, path = message.partition(" - at `$")
+    key = path.rstrip("`").lstrip(".") if separator else ""
+    return f"`{key}`: {what}." if key else f"{what}."

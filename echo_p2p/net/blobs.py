@@ -1,0 +1,177 @@
+"""Blobs by hash from any peer that holds them, over streams. Knows nothing of what the bytes mean.
+
+A request names a hash and an offset; the reply says how large the blob is, or why it isn't sent, and is followed by
+the bytes in frames of one size, so that other streams get their turn and a transfer cut short goes on elsewhere.
+A stream carries any number of requests, one after the other.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+import trio
+from msgspec import Meta, Struct
+from trio import TaskStatus
+
+from echo_p2p.errors import CorruptChunk, EchoError, NetError, RemoteError, Unreachable
+from echo_p2p.net.base import Stream, Streams
+from echo_protocols import names
+from echo_protocols.values import Count, Hash
+
+log = logging.getLogger(__name__)
+
+BLOB_FRAME_BYTES = 2**20
+"""Bytes of each frame of a transfer but the last. Also the least that has to arrive within each deadline."""
+
+MAX_STREAMS = 32
+_IDLE_S = 60.0
+_SEND_DEADLINE_S = 30.0
+
+Refusal = Literal["absent", "malformed", "offset"]
+
+
+class _Request(Struct, frozen=True, array_like=True):
+    hash: Hash
+    offset: Count
+
+
+class _Reply(Struct, frozen=True, array_like=True):
+    """`size_bytes` of the whole blob; frames with what follows the offset come next, unless there is a refusal."""
+
+    size_bytes: Annotated[int, Meta(ge=0, le=2**40)]
+    refusal: Refusal | None = None
+
+
+def blob_hash(data: bytes | bytearray | memoryview) -> bytes:
+    """BLAKE2b-256: the name of a blob."""
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
+async def serve_blobs(
+    streams: Streams,
+    lookup: Callable[[bytes], bytes | None],
+    *,
+    task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve what `lookup` (called in a worker thread) finds, until cancelled."""
+
+    async def handle(stream: Stream) -> None:
+        try:
+            while await _answer(stream, lookup):
+                pass
+        except (NetError, trio.TooSlowError) as error:
+            log.debug("blobs for %s ended: %s", stream.peer, error)
+
+    await streams.serve(
+        names.BLOB,
+        handle,
+        max_frame_bytes=BLOB_FRAME_BYTES + 1024,
+        max_streams=MAX_STREAMS,
+        task_status=task_status,
+    )
+
+
+async def _answer(stream: Stream, lookup: Callable[[bytes], bytes | None]) -> bool:
+    """Answer one request; False if the peer doesn't speak the protocol."""
+    with trio.fail_after(_IDLE_S):
+        frame = await stream.receive()
+    try:
+        request = msgspec.msgpack.decode(frame, type=_Request)
+    except msgspec.DecodeError:
+        await _send(stream, msgspec.msgpack.encode(_Reply(0, "malformed")))
+        return False
+    data = await trio.to_thread.run_sync(lookup, request.hash)
+    if data is None:
+        await _send(stream, msgspec.msgpack.encode(_Reply(0, "absent")))
+    elif request.offset > len(data):
+        await _send(stream, msgspec.msgpack.encode(_Reply(len(data), "offset")))
+    else:
+        await _send(stream, msgspec.msgpack.encode(_Reply(len(data))))
+        view = memoryview(data)
+        for start in range(request.offset, len(data), BLOB_FRAME_BYTES):
+            await _send(stream, view[start : start + BLOB_FRAME_BYTES])
+    return True
+
+
+async def _send(stream: Stream, data: bytes | memoryview) -> None:
+    with trio.fail_after(_SEND_DEADLINE_S):
+        await stream.send(data)
+
+
+async def fetch_blob(streams: Streams, peer: str, hash: bytes, size_bytes: int, *, timeout_s: float = 20.0) -> bytes:
+    """The blob of that hash, of at most `size_bytes`, from one peer.
+
+    `timeout_s` bounds each wait: for the connection, the reply, each frame. Raises CorruptChunk, Unreachable,
+    StreamClosed, and RemoteError with the reason ("absent").
+    """
+    received = bytearray()
+    await _receive(streams, peer, hash, size_bytes, received, timeout_s)
+    return await _checked(received, hash, peer)
+
+
+async def fetch_from_any(
+    streams: Streams, peers: Sequence[str], hash: bytes, size_bytes: int, *, timeout_s: float = 20.0
+) -> bytes:
+    """The blob from the first of `peers` that gives it; a transfer cut short goes on with the next one.
+
+    Raises RemoteError ("absent") if every peer answers that it lacks the blob, else Unreachable if none gives it.
+    """
+    received = bytearray()
+    failures: list[EchoError] = []
+    for peer in peers:
+        for _ in range(2):  # once more from the start if the bytes of an earlier peer may be what is wrong
+            resumed = bool(received)
+            try:
+                await _receive(streams, peer, hash, size_bytes, received, timeout_s)
+                return await _checked(received, hash, peer)
+            except CorruptChunk as error:
+                received.clear()
+                failures.append(error)
+                if not resumed:
+                    break
+            except (NetError, RemoteError) as error:
+                failures.append(error)
+                break
+        log.info("blob %s: %s", hash.hex()[:12], failures[-1])
+    if failures and all(isinstance(failure, RemoteError) and failure.reason == "absent" for failure in failures):
+        raise RemoteError("absent", f"none of {len(peers)} peers has blob {hash.hex()[:12]}")
+    last = failures[-1] if failures else "no peer is known to hold it"
+    raise Unreachable(f"blob {hash.hex()[:12]} could not be fetched from {len(peers)} peers; last: {last}")
+
+
+async def _checked(received: bytearray, hash: bytes, peer: str) -> bytes:
+    data = bytes(received)
+    if await trio.to_thread.run_sync(blob_hash, data) != hash:
+        raise CorruptChunk(f"what {peer} sent does not hash to {hash.hex()[:12]}; ask another peer")
+    return data
+
+
+async def _receive(
+    streams: Streams, peer: str, hash: bytes, size_bytes: int, received: bytearray, timeout_s: float
+) -> None:
+    """Add to `received` what the peer has beyond it. Whatever fails, what has arrived stays."""
+    async with streams.open(peer, names.BLOB, timeout_s=timeout_s) as stream:
+        await stream.send(msgspec.msgpack.encode(_Request(hash, len(received))))
+        try:
+            reply = msgspec.msgpack.decode(await _next(stream, timeout_s), type=_Reply)
+        except msgspec.DecodeError:
+            raise CorruptChunk(f"{peer} sent a malformed reply for blob {hash.hex()[:12]}") from None
+        if reply.refusal is not None:
+            raise RemoteError(reply.refusal, f"{peer} refused blob {hash.hex()[:12]}: {reply.refusal}")
+        if not len(received) <= reply.size_bytes <= size_bytes:
+            raise CorruptChunk(
+                f"{peer} offers {reply.size_bytes} bytes for blob {hash.hex()[:12]}, of at most {size_bytes}"
+            )
+        while len(received) < reply.size_bytes:
+            frame = await _next(stream, timeout_s)
+            if len(frame) != min(BLOB_FRAME_BYTES, reply.size_bytes - len(received)):
+                raise CorruptChunk(f"{peer} sent a frame of {len(frame)} bytes in blob {hash.hex()[:12]}")
+            received += frame
+
+
+async def _next(stream: Stream, timeout_s: float) -> bytes:
+    with trio.move_on_after(timeout_s):
+        return await stream.receive()
+    raise Unreachable(f"{stream.peer} sent nothing for {timeout_s:g} s")

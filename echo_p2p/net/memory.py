@@ -1,0 +1,286 @@
+"""All three seams inside one process: for tests, simulations and the co-located run. Knows no vendor, opens no socket.
+
+Delay, loss and partitions can be set at any time; under trio's `MockClock` (with `now=trio.current_time`) time is
+virtual. Differences from the real stacks: everybody gossips with everybody, and records live in the network itself.
+"""
+
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import trio
+from trio import TaskStatus
+
+from echo_p2p.errors import FrameTooLarge, StreamClosed, Unreachable
+from echo_p2p.net.base import (
+    FRAME_MAX_BYTES,
+    GOSSIP_MAX_BYTES,
+    RECORD_MAX_BYTES,
+    Message,
+    Record,
+    Stream,
+    StreamHandler,
+)
+
+logger = logging.getLogger(__name__)
+
+FRAMES_IN_FLIGHT_MAX = 64
+"""Frames of one direction of a stream that wait for the receiver before the sender does."""
+
+_ADDRESS_PREFIX = "/memory/p2p/"
+
+
+@dataclass(slots=True)
+class _Served:
+    handler: StreamHandler
+    max_frame_bytes: int
+    max_streams: int
+    nursery: trio.Nursery
+    active: int = 0
+
+
+@dataclass(slots=True)
+class MemoryNetwork:
+    """The medium between `MemoryNode`s: set its fields to make it slow, lossy or split."""
+
+    delay_s: float = 0.0
+    loss: float = 0.0  # share of gossip deliveries that vanish; streams and records are reliable
+    seed: int = 0
+    queue_messages: int = 256
+    now: Callable[[], float] = time.time
+    _nodes: dict[str, "MemoryNode"] = field(default_factory=dict)
+    _records: dict[str, dict[str, Record]] = field(default_factory=dict)
+    _sides: dict[str, int] = field(default_factory=dict)
+    _streams: set["MemoryStream"] = field(default_factory=set)
+    _random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def node(self, peer_id: str) -> "MemoryNode":
+        """The node of that name, made at its first use."""
+        return self._nodes.setdefault(peer_id, MemoryNode(self, peer_id))
+
+    def split(self, *sides: Sequence[str]) -> None:
+        """Let peers of different sides no longer reach each other; peers that are not named form one more side.
+
+        Open streams between sides break.
+        """
+        self._sides = {peer: index for index, side in enumerate(sides, start=1) for peer in side}
+        for stream in [stream for stream in self._streams if stream.is_cut()]:
+            stream.close()
+
+    def heal(self) -> None:
+        """Undo `split`."""
+        self._sides = {}
+
+    def connects(self, one: str, other: str) -> bool:
+        """Whether two peers can reach each other."""
+        return self._sides.get(one, 0) == self._sides.get(other, 0)
+
+
+class MemoryNode:
+    """`Gossip`, `Records` and `Streams` of one peer. Made by `MemoryNetwork.node`."""
+
+    def __init__(self, network: MemoryNetwork, peer_id: str) -> None:
+        self.peer_id = peer_id
+        self.dropped: Counter[str] = Counter()
+        self._network = network
+        self._subscribers: dict[str, list[trio.MemorySendChannel[Message]]] = {}
+        self._served: dict[str, _Served] = {}
+
+    def listen_addresses(self) -> list[str]:
+        """The address for `connect`."""
+        return [_ADDRESS_PREFIX + self.peer_id]
+
+    async def connect(self, address: str) -> None:
+        """As `Gossip.connect`."""
+        await trio.lowlevel.checkpoint()
+        peer = address.removeprefix(_ADDRESS_PREFIX)
+        if peer not in self._network._nodes or not self._network.connects(self.peer_id, peer):
+            raise Unreachable(f"nobody answers at {address}")
+
+    async def publish(self, topic: str, data: bytes) -> None:
+        """As `Gossip.publish`; we do not hear our own messages."""
+        await trio.lowlevel.checkpoint()
+        if len(data) > GOSSIP_MAX_BYTES:
+            raise FrameTooLarge(f"a gossip message of {len(data)} bytes exceeds {GOSSIP_MAX_BYTES}; publish its hash")
+        network = self._network
+        for node in network._nodes.values():
+            heard = node is not self and network.connects(self.peer_id, node.peer_id)
+            if heard and network._random.random() >= network.loss:
+                message = Message(topic, self.peer_id, data)
+                if network.delay_s > 0:
+                    trio.lowlevel.spawn_system_task(_hear_late, network.delay_s, node, message)
+                else:
+                    node._hear(message)
+
+    def _hear(self, message: Message) -> None:
+        for channel in self._subscribers.get(message.topic, ()):
+            try:
+                channel.send_nowait(message)
+            except trio.WouldBlock:
+                self.dropped["queue full"] += 1
+            except trio.BrokenResourceError:
+                self.dropped["subscriber gone"] += 1
+
+    @asynccontextmanager
+    async def subscribe(self, topic: str) -> AsyncIterator[trio.MemoryReceiveChannel[Message]]:
+        """As `Gossip.subscribe`."""
+        send, receive = trio.open_memory_channel[Message](self._network.queue_messages)
+        channels = self._subscribers.setdefault(topic, [])
+        channels.append(send)
+        try:
+            with receive:
+                yield receive
+        finally:
+            channels.remove(send)
+            send.close()
+
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
+        """As `Records.put`; like the DHT, it keeps a record of ours that lives longer and says so."""
+        await trio.sleep(self._network.delay_s)
+        if len(value) > RECORD_MAX_BYTES:
+            raise FrameTooLarge(f"a record of {len(value)} bytes exceeds {RECORD_MAX_BYTES}; publish its hash instead")
+        record = Record(self.peer_id, value, self._network.now() + ttl_s)
+        records = self._network._records.setdefault(key, {})
+        if self.peer_id in records and records[self.peer_id].expires_at > record.expires_at:
+            raise Unreachable(f"record {key!r} was stored nowhere: ours there lives longer")
+        records[self.peer_id] = record
+
+    async def get(self, key: str) -> dict[str, Record]:
+        """As `Records.get`; expired records are dropped as they are found."""
+        await trio.sleep(self._network.delay_s)
+        records, now = self._network._records.get(key, {}), self._network.now()
+        for owner in [owner for owner, record in records.items() if record.expires_at <= now]:
+            del records[owner]
+        return {owner: record for owner, record in records.items() if self._network.connects(self.peer_id, owner)}
+
+    @asynccontextmanager
+    async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> AsyncIterator[Stream]:
+        """As `Streams.open`."""
+        await trio.sleep(min(self._network.delay_s, timeout_s))
+        node = self._network._nodes.get(peer)
+        served = node._served.get(protocol) if node else None
+        if served is None or self._network.delay_s > timeout_s or not self._network.connects(self.peer_id, peer):
+            raise Unreachable(f"peer {peer} can't be reached for {protocol} within {timeout_s:g} s")
+        if served.active >= served.max_streams:
+            raise Unreachable(f"peer {peer} is serving as many streams as it will ({protocol}); try another peer")
+        ours, theirs = _stream_pair(self._network, self.peer_id, peer, served.max_frame_bytes)
+        served.active += 1
+        served.nursery.start_soon(_handle, served, protocol, theirs)
+        try:
+            yield ours
+        finally:
+            await ours.aclose()
+
+    async def serve(
+        self,
+        protocol: str,
+        handler: StreamHandler,
+        *,
+        max_frame_bytes: int = FRAME_MAX_BYTES,
+        max_streams: int = 64,
+        task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """As `Streams.serve`."""
+        async with trio.open_nursery() as nursery:
+            self._served[protocol] = _Served(handler, max_frame_bytes, max_streams, nursery)
+            try:
+                task_status.started()
+                await trio.sleep_forever()
+            finally:
+                del self._served[protocol]
+
+
+class MemoryStream:
+    """One end of a stream."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        ends: tuple[str, str],
+        outgoing: "trio.MemorySendChannel[tuple[float, bytes]]",
+        incoming: "trio.MemoryReceiveChannel[tuple[float, bytes]]",
+        max_frame_bytes: int,
+    ) -> None:
+        self._network = network
+        self._own, self._peer = ends
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._max_frame_bytes = max_frame_bytes
+        self._next: tuple[float, bytes] | None = None  # taken, but not yet due
+        network._streams.add(self)
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    async def send(self, *parts: bytes | memoryview) -> None:
+        frame = b"".join(parts)
+        if len(frame) > FRAME_MAX_BYTES:
+            raise FrameTooLarge(f"a frame of {len(frame)} bytes exceeds {FRAME_MAX_BYTES}; send it in pieces")
+        try:
+            await self._outgoing.send((trio.current_time() + self._network.delay_s, frame))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise StreamClosed(f"peer {self._peer} closed the stream while we were sending") from error
+
+    async def receive(self) -> bytes:
+        try:
+            self._next = self._next or await self._incoming.receive()
+        except (trio.EndOfChannel, trio.ClosedResourceError) as error:
+            raise StreamClosed(f"peer {self._peer} ended the stream") from error
+        due, frame = self._next
+        await trio.sleep_until(due)
+        self._next = None
+        if len(frame) > self._max_frame_bytes:
+            self.close()
+            raise FrameTooLarge(f"peer {self._peer} sent {len(frame)} bytes; the bound is {self._max_frame_bytes}")
+        return frame
+
+    def is_cut(self) -> bool:
+        """Whether a partition lies between the two ends."""
+        return not self._network.connects(self._own, self._peer)
+
+    def close(self) -> None:
+        """Close both directions now; frames already sent still arrive."""
+        self._network._streams.discard(self)
+        self._outgoing.close()
+        self._incoming.close()
+
+    async def aclose(self) -> None:
+        self.close()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+
+def _stream_pair(
+    network: MemoryNetwork, opener: str, server: str, server_max_frame_bytes: int
+) -> tuple[MemoryStream, MemoryStream]:
+    there_send, there_receive = trio.open_memory_channel[tuple[float, bytes]](FRAMES_IN_FLIGHT_MAX)
+    back_send, back_receive = trio.open_memory_channel[tuple[float, bytes]](FRAMES_IN_FLIGHT_MAX)
+    return (
+        MemoryStream(network, (opener, server), there_send, back_receive, FRAME_MAX_BYTES),
+        MemoryStream(network, (server, opener), back_send, there_receive, server_max_frame_bytes),
+    )
+
+
+async def _handle(served: _Served, protocol: str, stream: MemoryStream) -> None:
+    """Task boundary of one incoming stream."""
+    try:
+        await served.handler(stream)
+    except StreamClosed as error:
+        logger.debug("a stream of %s ended: %s", protocol, error)
+    except Exception:
+        logger.exception("a stream of %s with peer %s failed and was closed", protocol, stream.peer)
+    finally:
+        served.active -= 1
+        await stream.aclose()
+
+
+async def _hear_late(delay_s: float, node: MemoryNode, message: Message) -> None:
+    await trio.sleep(delay_s)
+    node._hear(message)

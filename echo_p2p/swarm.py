@@ -1,0 +1,212 @@
+"""Membership of one swarm: who is in it, which run it works on, which plan and release are the latest.
+
+Everything is a signed envelope in an expiring record (time to live 60 s, renewed each 20 s), so a peer that dies
+is gone within a minute, and one that leaves says so. Knows no gossip, no chain and no training.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import trio
+
+from echo_p2p.errors import NetError
+from echo_p2p.net.base import Records
+from echo_protocols import names
+from echo_protocols.envelope import LATEST, NO_RUN, PLAN, ROLE, RUN, Border, Kind, Opened, Refusal, Sealer
+from echo_protocols.peer import Plan, RoleRecord
+from echo_protocols.run import RunManifest
+from echo_protocols.sync import LatestRelease
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+RECORD_TTL_S = 60.0
+RENEW_EVERY_S = 20.0
+WATCH_EVERY_S = 2.0
+_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A live peer. `heard_at` is when it signed its record, in Unix seconds by its own clock."""
+
+    peer: str
+    record: RoleRecord
+    heard_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as a member sees it: the manifest, its id and who published it."""
+
+    manifest: RunManifest
+    run_id: bytes
+    owner: str
+    issued_at: float
+
+
+class Swarm:
+    """The swarm as one peer sees it. `run` must be running for anything here to move.
+
+    `members`, `runs`, `plan` and `latest` are replaced, never changed in place; `changed` wakes who waits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        peer: str,
+        records: Records,
+        sealer: Sealer,
+        border: Border,
+        describe: Callable[[], RoleRecord],
+    ) -> None:
+        self.name = name
+        self.peer = peer
+        self.members: dict[str, Member] = {}
+        self.runs: tuple[Run, ...] = ()
+        self.plan: Plan | None = None
+        self.latest: LatestRelease | None = None
+        self.joined: Run | None = None
+        self._records = records
+        self._sealer = sealer
+        self._border = border
+        self._describe = describe
+        self._published: dict[str, bytes] = {}
+        self._renew_now = trio.Event()
+        self._changed = trio.Event()
+
+    async def run(self) -> None:
+        """Renew our records and watch the others' until cancelled; then say that we left."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._renew)
+                nursery.start_soon(self._watch)
+        finally:
+            with trio.move_on_after(2.0, shield=True):
+                await self._leave()
+
+    async def changed(self, timeout_s: float = WATCH_EVERY_S) -> None:
+        """Return when anything here has changed, or after `timeout_s`."""
+        with trio.move_on_after(timeout_s):
+            await self._changed.wait()
+
+    def announce(self) -> None:
+        """Renew our role record at once: something in it that others wait for has changed."""
+        self._renew_now.set()
+
+    def join(self, run: Run) -> None:
+        """From now on, plan and release are those of `run`."""
+        self.joined = run
+        self._notify()
+
+    def trainers(self) -> list[Member]:
+        """Live members that may train the joined run."""
+        allowed = self.joined.manifest.trainers if self.joined else ()
+        return [member for peer, member in self.members.items() if peer in allowed and member.record.role == "trainer"]
+
+    async def publish_run(self, manifest: RunManifest) -> None:
+        """Publish a manifest and keep it alive."""
+        await self._publish(names.run_key(self.name), RUN, NO_RUN, manifest)
+
+    async def publish_plan(self, run_id: bytes, plan: Plan) -> None:
+        """Publish a plan for a run and keep it alive."""
+        await self._publish(names.plan_key(self.name), PLAN, run_id, plan)
+
+    async def publish_latest(self, run_id: bytes, latest: LatestRelease) -> None:
+        """Publish which release is the latest, and keep it alive."""
+        await self._publish(names.release_key(self.name), LATEST, run_id, latest)
+
+    async def _publish(self, key: str, kind: Kind[T], run_id: bytes, value: T) -> None:
+        self._published[key] = self._sealer.seal(kind, run_id, value, time.time())
+        await self._put(key, self._published[key], RECORD_TTL_S)
+
+    async def _renew(self) -> None:
+        while True:
+            self._renew_now = trio.Event()
+            role = self._sealer.seal(ROLE, NO_RUN, self._describe(), time.time())
+            await self._put(names.role_key(self.name), role, RECORD_TTL_S)
+            for key, sealed in list(self._published.items()):
+                await self._put(key, sealed, RECORD_TTL_S)
+            with trio.move_on_after(RENEW_EVERY_S):
+                await self._renew_now.wait()
+
+    async def _leave(self) -> None:
+        # a record is only ever replaced by one that expires later, so leaving is said, not withdrawn
+        farewell = msgspec.structs.replace(self._describe(), leaving=True)
+        role = self._sealer.seal(ROLE, NO_RUN, farewell, time.time())
+        await self._put(names.role_key(self.name), role, RECORD_TTL_S)
+
+    async def _put(self, key: str, value: bytes, ttl_s: float) -> None:
+        try:
+            with trio.fail_after(_DEADLINE_S):
+                await self._records.put(key, value, ttl_s)
+        except (NetError, trio.TooSlowError) as error:
+            log.warning("record %s was not stored (%s); trying again in %.0f s", key, error, RENEW_EVERY_S)
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                with trio.fail_after(_DEADLINE_S):
+                    await self._look()
+            except (NetError, trio.TooSlowError) as error:
+                log.warning("records of swarm %s can't be read (%s); trying again", self.name, error)
+            await trio.sleep(WATCH_EVERY_S)
+
+    async def _look(self) -> None:
+        before = (self.members, self.runs, self.plan, self.latest)
+        roles = await self._read(names.role_key(self.name), ROLE, NO_RUN)
+        self.members = {
+            each.signer: Member(each.signer, each.payload, each.issued_at) for each in roles if not each.payload.leaving
+        }
+        manifests = await self._read(names.run_key(self.name), RUN, NO_RUN)
+        self.runs = _valid_runs(manifests, self.name) or self.runs
+        if self.joined is not None:
+            await self._look_at(self.joined)
+        if before != (self.members, self.runs, self.plan, self.latest):
+            self._notify()
+
+    async def _look_at(self, run: Run) -> None:
+        plans = _by_trainers(await self._read(names.plan_key(self.name), PLAN, run.run_id), run)
+        for plan in plans:
+            if plan.layers == run.manifest.layers and (self.plan is None or plan.number > self.plan.number):
+                self.plan = plan
+        for latest in _by_trainers(await self._read(names.release_key(self.name), LATEST, run.run_id), run):
+            if self.latest is None or latest.version > self.latest.version:
+                self.latest = latest
+
+    async def _read(self, key: str, kind: Kind[T], run_id: bytes) -> list[Opened[T]]:
+        now = time.time()
+        opened = []
+        for owner, record in (await self._records.get(key)).items():
+            value = self._border.open(record.value, kind, run_id, now)
+            if isinstance(value, Refusal):
+                continue
+            if value.signer != owner:
+                self._border.refuse("wrong-owner", f"{kind.name} of {value.signer} under {owner}")
+                continue
+            opened.append(value)
+        return opened
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+def _valid_runs(manifests: list[Opened[RunManifest]], swarm: str) -> tuple[Run, ...]:
+    """Runs of this swarm whose publisher may train them, oldest first."""
+    runs = [
+        Run(each.payload, each.payload.run_id(), each.signer, each.issued_at)
+        for each in manifests
+        if each.payload.swarm == swarm and each.signer in each.payload.trainers
+    ]
+    return tuple(sorted(runs, key=lambda run: (run.issued_at, run.run_id)))
+
+
+def _by_trainers(opened: list[Opened[T]], run: Run) -> list[T]:
+    return [each.payload for each in opened if each.signer in run.manifest.trainers]

@@ -1,0 +1,56 @@
+"""Tensors as bit patterns and in-place changes of them. Knows no engine, no codec and no network."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bits = NDArray[np.uint16]
+"""bf16 values as their bit patterns: what patches and content hashes are made of."""
+
+SPARSE_SHARE = 0.25
+"""Above this share of changed values an update carries the whole tensor: an int64 index costs four values."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorUpdate:
+    """New values of one tensor at some flat positions; `index` None means all of them, `values` then has its shape."""
+
+    index: NDArray[np.int64] | None  # (changed,), ascending, each position once
+    values: Bits  # (changed,) or the tensor's shape
+
+
+def difference(old: Bits, new: Bits) -> TensorUpdate | None:
+    """The update that turns `old` into `new` (of one shape); None if they are equal bit for bit."""
+    index = np.flatnonzero(old.reshape(-1) != new.reshape(-1))
+    if not index.size:
+        return None
+    if index.size > SPARSE_SHARE * new.size:
+        return TensorUpdate(index=None, values=new.copy())
+    return TensorUpdate(index=index, values=new.reshape(-1)[index])
+
+
+def updated(old: Bits, update: TensorUpdate) -> Bits:
+    """A new array: `old` with the update applied."""
+    if update.index is None:
+        return update.values.copy()
+    new = np.array(old, order="C")
+    new.reshape(-1)[update.index] = update.values
+    return new
+
+
+def merged(first: TensorUpdate, then: TensorUpdate) -> TensorUpdate:
+    """One update with the effect of `first`, then `then`."""
+    if then.index is None:
+        return then
+    if first.index is None:
+        return TensorUpdate(index=None, values=updated(first.values, then))
+    index, latest = np.unique(np.concatenate((then.index, first.index)), return_index=True)
+    return TensorUpdate(index=index, values=np.concatenate((then.values, first.values))[latest])
+
+
+def merged_all(first: Mapping[str, TensorUpdate], then: Mapping[str, TensorUpdate]) -> dict[str, TensorUpdate]:
+    """`merged` for each tensor that either names."""
+    both = {name: merged(first[name], update) if name in first else update for name, update in then.items()}
+    return {**first, **both}

@@ -1,0 +1,98 @@
+"""Puts the state document together from what the network and the role say of themselves. Changes nothing."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from echo_node.logs import Journal
+from echo_node.state import InferenceView, NodeState, PeerView, RunView, TrainerView
+from echo_p2p.config import NodeConfig
+from echo_p2p.presence import Presence
+from echo_p2p.swarm import Member, Run
+
+SOFTWARE = f"echo-p2p {version('echo-p2p')}"
+
+
+@dataclass(slots=True)
+class Board:
+    """Where a role hangs up its view; `state` reads everything at the moment it is asked."""
+
+    config: NodeConfig
+    presence: Presence
+    journal: Journal
+    trainer: Callable[[], TrainerView] | None = None
+    inference: Callable[[], InferenceView] | None = None
+
+    def state(self) -> NodeState:
+        """The state document of this node, now."""
+        presence = self.presence
+        now = time.time()
+        return NodeState(
+            peer=presence.identity.peer_id,
+            role=self.config.role,
+            swarm=presence.swarm.name,
+            software=SOFTWARE,
+            pid=os.getpid(),
+            started_at=presence.started_at,
+            now=now,
+            join_line=join_line(presence),
+            streams=presence.stream_addresses,
+            gossip=presence.gossip_addresses,
+            connected=presence.connected,
+            network_note="" if presence.connected else "no bootstrap reachable; trying again",
+            run=_run_view(presence.swarm.joined) if presence.swarm.joined else None,
+            peers=tuple(_peer_view(member, presence.identity.peer_id, now) for member in _by_role(presence)),
+            trainer=self.trainer() if self.trainer else None,
+            inference=self.inference() if self.inference else None,
+            refused=dict(presence.border.refused) | dict(presence.gossip.dropped),
+            events=self.journal.events,
+        )
+
+
+def join_line(presence: Presence) -> str:
+    """The command that brings the next machine into this swarm."""
+    addresses = sorted(presence.stream_addresses, key=_outside_first)
+    if not addresses:
+        return ""
+    swarm = "" if presence.swarm.name == "echo" else f" --swarm {presence.swarm.name}"
+    return f"echo-node join --role inference{swarm} --peer {addresses[0]}"
+
+
+def _outside_first(address: str) -> tuple[bool, bool]:
+    return ("/p2p-circuit" in address, address.startswith(("/ip4/127.", "/ip6/::1/")))
+
+
+def _by_role(presence: Presence) -> list[Member]:
+    order = ("bootstrap", "trainer", "inference")
+    return sorted(presence.swarm.members.values(), key=lambda member: (order.index(member.record.role), member.peer))
+
+
+def _peer_view(member: Member, ours: str, now: float) -> PeerView:
+    record = member.record
+    return PeerView(
+        peer=member.peer,
+        role=record.role,
+        span=str(record.span) if record.span else None,
+        version=str(record.version) if record.version else None,
+        tokens_per_s=record.tokens_per_s,
+        device=record.capacity.device if record.capacity else "",
+        reach=record.reach,
+        age_s=max(0.0, now - member.heard_at),
+        ours=member.peer == ours,
+    )
+
+
+def _run_view(run: Run) -> RunView:
+    manifest = run.manifest
+    return RunView(
+        run_id=run.run_id.hex(),
+        model=manifest.model,
+        task=manifest.task.name,
+        algorithm=manifest.algorithm.name,
+        protocol=manifest.protocol,
+        max_lag=manifest.max_lag,
+        group_size=manifest.group_size,
+        groups_per_step=manifest.groups_per_step,
+    )

@@ -1,0 +1,196 @@
+"""The command line: the one place that reads flags and environment, prints answers and exits.
+
+Heavy packages are imported by the command that needs them, so that `--help` answers at once.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from echo_p2p.config import NodeConfig, load_config
+from echo_p2p.errors import ConfigError, EchoError
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ECHO", "show_default": True}
+
+
+class _Sentences(click.Group):
+    """Turns our errors into one sentence on stderr and an exit status: 2 for the user's input, 1 for the rest."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (EchoError, BaseExceptionGroup) as raised:
+            error = _first(raised)
+            if not isinstance(error, EchoError) or ctx.params.get("verbose"):
+                raise
+            click.echo(f"echo-node: {error}", err=True)
+            ctx.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+@click.group(cls=_Sentences, context_settings=CONTEXT)
+@click.option("--home", envvar="ECHO_HOME", help="Folder for everything of this node; else the platform's own places.")
+@click.option("-v", "--verbose", count=True, help="More on stderr; twice: the network packages too.")
+@click.option("-q", "--quiet", is_flag=True, help="Only warnings on stderr.")
+@click.option("--log-json", is_flag=True, help="Log lines as JSON.")
+@click.version_option(package_name="echo-p2p")
+@click.pass_context
+def main(ctx: click.Context, home: str | None, verbose: int, quiet: bool, log_json: bool) -> None:
+    """Echo: a swarm of ordinary devices that post-trains language models with reinforcement learning."""
+    from echo_node.places import find_places
+
+    ctx.obj = find_places(home)
+    ctx.meta["verbosity"] = -1 if quiet else verbose
+    ctx.meta["log_json"] = log_json
+
+
+def _network_options(command: Callable[..., None]) -> Callable[..., None]:
+    options = [
+        click.option("--swarm", help="Name of the swarm; one swarm never hears another's.  [default: echo]"),
+        click.option("--peer", "peers", multiple=True, help="Address of a bootstrap: /ip4/…/tcp/…/p2p/12D3… (repeat)."),
+        click.option("--host", help="Address to listen on.  [default: 0.0.0.0]"),
+        click.option("--port", type=int, help="TCP port for streams and records; 0 takes a free one.  [default: 0]"),
+        click.option("--gossip-port", type=int, help="TCP port for gossip; 0 takes a free one.  [default: 0]"),
+        click.option("--announce", multiple=True, help="Address that others shall dial instead (repeat)."),
+        click.option("--http-port", type=int, help="Port of the local HTTP page; 0 takes a free one.  [default: 0]"),
+        click.option("--config", type=click.Path(path_type=Path), help="TOML file; flags win over it."),
+        click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any key of the TOML, dotted."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _config(role: str, flags: dict[str, Any]) -> NodeConfig:
+    overrides: dict[str, object] = dict(_setting(text) for text in flags.pop("settings"))
+    overrides |= {
+        "role": role,
+        "swarm": flags["swarm"],
+        "network.peers": list(flags["peers"]) or None,
+        "network.host": flags["host"],
+        "network.port": flags["port"],
+        "network.gossip_port": flags["gossip_port"],
+        "network.announce": list(flags["announce"]) or None,
+        "network.http_port": flags["http_port"],
+        "run.model": flags.get("model"),
+        "run.protocol": flags.get("protocol"),
+        "trainer.steps": flags.get("steps"),
+        "inference.max_layers": flags.get("max_layers"),
+        "inference.slowdown_s": flags.get("slowdown"),
+    }
+    return load_config(flags["config"], overrides)
+
+
+def _setting(text: str) -> tuple[str, object]:
+    import tomllib
+
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {text}: write KEY=VALUE, as in --set run.max_lag=2.")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+@main.command()
+@_network_options
+@click.pass_context
+def bootstrap(ctx: click.Context, /, **flags: Any) -> None:
+    """Run a rendezvous: the first address that the others dial."""
+    _run_node(ctx, _config("bootstrap", flags))
+
+
+@main.command()
+@click.option("--role", type=click.Choice(["inference", "trainer"]), required=True, help="What this machine gives.")
+@_network_options
+@click.option("--model", help="Trainer: hub id (with @revision), folder, or `tiny`.  [default: tiny]")
+@click.option("--protocol", type=click.Choice(["sequential", "async"]), help="Trainer: how rollouts are synchronised.")
+@click.option("--steps", type=int, help="Trainer: stop after so many steps.")
+@click.option("--max-layers", type=int, help="Inference: serve at most so many layers.  [default: what fits]")
+@click.option("--slowdown", type=float, help="Inference: seconds to wait after each decode step, for experiments.")
+@click.pass_context
+def join(ctx: click.Context, /, role: str, **flags: Any) -> None:
+    """Join a swarm as an inference peer or a trainer."""
+    _run_node(ctx, _config(role, flags))
+
+
+def _run_node(ctx: click.Context, config: NodeConfig) -> None:
+    from echo_node.logs import set_up_logging
+
+    journal = set_up_logging(verbosity=ctx.meta["verbosity"], as_json=ctx.meta["log_json"])
+    from echo_node.node import run_node
+
+    sys.exit(run_node(config, ctx.obj, journal, announce=click.echo))
+
+
+@main.command("co-located", hidden=True)
+@click.option("--config", type=click.Path(path_type=Path), help="TOML file.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any key of the TOML, dotted.")
+@click.option("--steps", type=int, help="Stop after so many steps.")
+@click.pass_context
+def co_located(ctx: click.Context, config: Path | None, settings: tuple[str, ...], steps: int | None) -> None:
+    """The same run with trainer and sampler in one process and no network: the baseline of every comparison."""
+    from echo_node.logs import set_up_logging
+
+    journal = set_up_logging(verbosity=ctx.meta["verbosity"], as_json=ctx.meta["log_json"])
+    overrides = dict(_setting(text) for text in settings) | {"role": "trainer", "trainer.steps": steps}
+    from echo_node.co_located import run_co_located
+
+    sys.exit(run_co_located(load_config(config, overrides), ctx.obj, journal))
+
+
+@main.command()
+@click.option("--protocol", type=click.Choice(["sequential", "async"]), default="async", help="How to synchronise.")
+@click.option("--seconds", type=float, default=150.0, help="Wall time of the whole demo.")
+@click.option("--steps", type=int, help="End after so many steps instead.")
+@click.option("--seed", type=int, default=1, help="Seed of prompts, sampling and training.")
+@click.option("--co-located", is_flag=True, help="One process, no network: the baseline.")
+@click.option("--slow", type=float, default=0.0, help="Slow one peer down by so many seconds a decode step.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the summary there.")
+@click.option("--keep", is_flag=True, help="Keep the folders of the nodes, and say where they are.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any key of the run's TOML, dotted.")
+def demo(json_path: Path | None, settings: tuple[str, ...], **options: Any) -> None:
+    """Watch a whole swarm learn on this machine: five processes on loopback, over the real network stacks."""
+    from echo_node.demo import DemoOptions, run_demo
+
+    sys.exit(run_demo(DemoOptions(json_path=json_path, settings=settings, **options)))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="The document that GET /state serves.")
+@click.pass_obj
+def status(places: Any, as_json: bool) -> None:
+    """What the node on this machine is doing."""
+    from echo_node.status import print_status
+
+    print_status(places, as_json=as_json)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="The document that GET /state serves.")
+@click.pass_obj
+def peers(places: Any, as_json: bool) -> None:
+    """Who is in the swarm."""
+    from echo_node.status import print_peers
+
+    print_peers(places, as_json=as_json)
+
+
+@main.command("id")
+@click.option("--json", "as_json", is_flag=True, help="As JSON, with the path of the key.")
+@click.pass_obj
+def show_id(places: Any, as_json: bool) -> None:
+    """This node's PeerID; makes its key if there is none yet."""
+    import json
+
+    from echo_p2p.identity import load_or_create
+
+    peer = load_or_create(places.identity).peer_id
+    click.echo(json.dumps({"peer": peer, "identity": str(places.identity)}) if as_json else peer)

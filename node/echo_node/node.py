@@ -1,0 +1,86 @@
+"""One node: brings the network, the HTTP port and the role up, and takes them down on a signal. Knows no role's work."""
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+
+import trio
+
+from echo_node.api import build_app, serve_http
+from echo_node.board import SOFTWARE, Board, join_line
+from echo_node.logs import Journal
+from echo_node.places import Places, whereabouts
+from echo_node.state import Whereabouts
+from echo_p2p.config import NodeConfig
+from echo_p2p.identity import load_or_create
+from echo_p2p.presence import open_presence
+from echo_protocols.peer import RoleRecord
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+
+
+def run_node(config: NodeConfig, places: Places, journal: Journal, *, announce: Callable[[str], None]) -> int:
+    """Run until the role is done or a signal comes; the exit status. `announce` gets the line for the next machine."""
+    return trio.run(_run, config, places, journal, announce)
+
+
+async def _run(config: NodeConfig, places: Places, journal: Journal, announce: Callable[[str], None]) -> int:
+    status = 0
+    async with trio.open_nursery() as nursery:
+
+        async def drain_on_signal() -> None:
+            nonlocal status
+            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for number in signals:
+                    log.info("%s: leaving the swarm", signal.Signals(number).name)
+                    status = INTERRUPTED if number == signal.SIGINT else 0
+                    nursery.cancel_scope.cancel()
+
+        nursery.start_soon(drain_on_signal)
+        await _live(config, places, journal, announce)
+        nursery.cancel_scope.cancel()
+    return status
+
+
+async def _live(config: NodeConfig, places: Places, journal: Journal, announce: Callable[[str], None]) -> None:
+    identity = await trio.to_thread.run_sync(load_or_create, places.identity)
+    record = RoleRecord(role=config.role, software=SOFTWARE)
+    async with (
+        open_presence(identity, swarm=config.swarm, network=config.network, record=record) as presence,
+        trio.open_nursery() as nursery,
+    ):
+        board = Board(config, presence, journal)
+        host = config.network.http_host
+        port = await nursery.start(serve_http, build_app(board.state), host, config.network.http_port)
+        here = Whereabouts(
+            pid=os.getpid(),
+            peer=identity.peer_id,
+            role=config.role,
+            swarm=config.swarm,
+            http=f"http://{host}:{port}",
+            daemon_pid=presence.hive.daemon_pid,
+        )
+        with whereabouts(places, here):
+            log.info("%s %s of swarm %s, page at %s", config.role, identity.peer_id, config.swarm, here.http)
+            announce(join_line(presence))
+            await _role(board, places)
+        nursery.cancel_scope.cancel()
+
+
+async def _role(board: Board, places: Places) -> None:
+    match board.config.role:
+        case "bootstrap":
+            from echo_bootstrap.server import run_bootstrap
+
+            await run_bootstrap(board.presence)
+        case "trainer":
+            from echo_node.trainer import run_trainer
+
+            await run_trainer(board, places)
+        case "inference":
+            from echo_node.inference import run_inference
+
+            await run_inference(board, places)

@@ -1,0 +1,109 @@
+"""The state document: what `GET /state` serves and `status --json` prints. Values only: no process, no screen."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+
+class PeerView(Struct, frozen=True, kw_only=True):
+    """One member of the swarm, as this node sees it."""
+
+    peer: str
+    role: str
+    span: str | None = None
+    version: str | None = None
+    tokens_per_s: float = 0.0
+    device: str = ""
+    reach: str = "unknown"
+    age_s: float = 0.0
+    ours: bool = False
+
+
+class RunView(Struct, frozen=True, kw_only=True):
+    """The run that the swarm works on."""
+
+    run_id: str
+    model: str
+    task: str
+    algorithm: str
+    protocol: str
+    max_lag: int
+    group_size: int
+    groups_per_step: int
+
+
+class TrainerView(Struct, frozen=True, kw_only=True):
+    """A trainer's progress. Histories hold the most recent 1,000 steps, oldest first."""
+
+    step: int
+    version: str
+    reward_history: tuple[float, ...] = ()
+    lag_histogram: dict[int, int] = {}
+    lag_mean: float = 0.0
+    lag_max: int = 0
+    release_bytes: tuple[int, ...] = ()
+    model_bytes_bf16: int = 0
+    step_seconds: float = 0.0
+    idle_share: float = 0.0
+    rollouts_by_peer: dict[str, int] = {}
+    buffer_groups: int = 0
+    effective_lag: int = 0
+    policy_hash: str = ""
+    figures: dict[str, float] = {}
+    advice: str = ""
+    done: bool = False
+
+
+class InferenceView(Struct, frozen=True, kw_only=True):
+    """An inference peer's work. `chain` names the peers of its chain in order; empty while it waits for a plan."""
+
+    span: str | None = None
+    version: str | None = None
+    chain: tuple[str, ...] = ()
+    head: bool = False
+    groups: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    switches: int = 0
+    activity: Literal["starting", "waiting", "fetching", "generating", "stalled by lag", "serving"] = "starting"
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """Something that a person should know of, with its Unix time in seconds."""
+
+    at: float
+    text: str
+
+
+class NodeState(Struct, frozen=True, kw_only=True):
+    """Everything that a node says of itself."""
+
+    peer: str
+    role: Literal["bootstrap", "trainer", "inference"]
+    swarm: str
+    software: str
+    pid: int
+    started_at: float
+    now: float
+    join_line: str = ""
+    streams: tuple[str, ...] = ()
+    gossip: tuple[str, ...] = ()
+    connected: bool = False
+    network_note: str = ""
+    run: RunView | None = None
+    peers: tuple[PeerView, ...] = ()
+    trainer: TrainerView | None = None
+    inference: InferenceView | None = None
+    refused: dict[str, int] = {}
+    events: tuple[Event, ...] = ()
+
+
+class Whereabouts(Struct, frozen=True, kw_only=True):
+    """`node.json` in a node's home while it runs: how `status` and the demo find its HTTP port."""
+
+    pid: int
+    peer: str
+    role: str
+    swarm: str
+    http: str
+    daemon_pid: int = 0
