@@ -57,6 +57,7 @@ class TrainerConfig(Struct, frozen=True, kw_only=True):
     checkpoint_every: Positive = 5
     snapshot_every: Positive = 20
     keep_releases: Positive = 40
+    store_bytes: Positive = 8 << 30
     buffer_groups: Positive = 4096
     buffer_bytes: Positive = 1 << 30
     pull_deadline_s: Seconds = 60.0
@@ -69,6 +70,7 @@ class InferenceConfig(Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     max_layers: Annotated[int, Meta(ge=0)] = 0
     memory_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
+    store_bytes: Positive = 4 << 30
     lanes: Positive = 2
     slowdown_s: Annotated[float, Meta(ge=0.0)] = 0.0
     """Seconds to wait after each decode step: makes a slow peer out of a fast one, for experiments."""

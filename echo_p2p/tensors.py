@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from echo_protocols.release import part_of
+
 Bits = NDArray[np.uint16]
 """bf16 values as their bit patterns: what patches and content hashes are made of."""
 
@@ -19,6 +21,19 @@ class TensorUpdate:
 
     index: NDArray[np.int64] | None  # (changed,), ascending, each position once
     values: Bits  # (changed,) or the tensor's shape
+
+
+def by_part(tensors: Mapping[str, Bits]) -> dict[str, dict[str, Bits]]:
+    """The tensors of each part."""
+    parts: dict[str, dict[str, Bits]] = {}
+    for name, bits in tensors.items():
+        parts.setdefault(part_of(name), {})[name] = bits
+    return parts
+
+
+def layout(tensors: Mapping[str, Bits]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor."""
+    return {name: bits.shape for name, bits in tensors.items()}
 
 
 def difference(old: Bits, new: Bits) -> TensorUpdate | None:

@@ -15,6 +15,8 @@ from echo_p2p.models.warm_start import make_model, make_tokenizer, train
 from echo_p2p.rl.rewards import rewards
 from echo_p2p.rl.tasks import load_task
 
+_ROOT = Path(__file__).parents[1]
+
 
 def test_a_board_survives_the_tiny_tokenizer() -> None:
     tokenizer = load_tokenizer("tiny")
@@ -32,7 +34,10 @@ def test_all_printable_characters_survive_the_tiny_tokenizer() -> None:
 
 def test_a_chat_template_opens_the_answer() -> None:
     tokenizer = load_tokenizer("tiny")
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
     assert decode(tokenizer, encode_prompt(tokenizer, "hi")) == "<user>hi<assistant>"
 
 
@@ -123,5 +128,7 @@ def test_a_hub_model_that_is_not_cached_says_so_offline() -> None:
 
 def test_importing_models_loads_neither_torch_nor_transformers() -> None:
     program = "import sys, echo_p2p.models; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
@@ -152,3 +153,10 @@ def test_merged_updates_act_like_one_after_the_other(seed: int, first_share: flo
     first, then = difference(states[0], states[1]), difference(states[1], states[2])
     if first and then:
         assert np.array_equal(updated(states[0], merged(first, then)), states[2])
+
+
+@pytest.mark.parametrize("head", [b"\x91" * 100_000 + b"\xc0", b"\x94\x90\x90\x93\x90\x90\x90" + b"\x91" * 100_000])
+def test_a_deeply_nested_header_is_corrupt(head: bytes) -> None:
+    frame = zstandard.compress(head)
+    with pytest.raises(CorruptChunk):
+        decode_snapshot(b"EWC\x01" + len(frame).to_bytes(4, "little") + frame)

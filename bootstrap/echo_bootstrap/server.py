@@ -17,7 +17,7 @@ async def run_bootstrap(presence: Presence) -> None:
     """
     swarm = presence.swarm.name
     async with trio.open_nursery() as nursery:
-        for topic in (names.rollout_topic(swarm), names.release_topic(swarm)):
+        for topic in names.topics(swarm):
             nursery.start_soon(_forward, presence, topic)
 
 

@@ -12,15 +12,15 @@ from typing import TypeVar
 
 import numpy as np
 import trio
-from echo_protocols.hop import BeginLane
-from echo_protocols.uniform import uniforms
-from echo_protocols.values import PolicyVersion
 
-from echo_p2p.chain.lane import Drawn, Floats, Integers, Lane
-from echo_p2p.chain.link import ChainLimits, broken
+from echo_p2p.chain.group import Drawn, Floats, Integers, Lane
+from echo_p2p.chain.link import ChainBroken, ChainLimits, broken
 from echo_p2p.chain.sampler import draw
 from echo_p2p.chain.stage import Stage, Weights
 from echo_p2p.errors import EchoError, NetError, WeightsError
+from echo_protocols.hop import BeginLane
+from echo_protocols.uniform import uniforms
+from echo_protocols.values import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
@@ -87,21 +87,26 @@ class StageHost:
         if len(self._lanes) >= limits.lanes:
             raise broken("too-many-lanes", f"this stage holds {limits.lanes} lanes", self.peer)
         if order.rows > limits.rows or order.positions > limits.positions:
-            text = f"a lane of {order.rows} rows and {order.positions} positions is over {limits.rows}, {limits.positions}"
+            text = (
+                f"a lane of {order.rows} rows and {order.positions} positions is over {limits.rows}, {limits.positions}"
+            )
             raise broken("lane-too-large", text, self.peer)
         self._lanes_begun += 1
         self._lanes.add(self._lanes_begun)
         return Lane(self._lanes_begun, order)
 
     def discard(self, lane: Lane) -> None:
-        """Free a lane before the next step (or `drain`)."""
+        """Free a lane before the next step, or in `free`."""
         self._lanes.discard(lane.number)
         self._discarded.append(lane.number)
 
-    async def drain(self) -> None:
-        """Free discarded lanes now."""
-        async with self.turn:
-            await self._in_thread(self._close_discarded)
+    async def free(self) -> None:
+        """Free discarded lanes now, or with the next step if the stage is stuck."""
+        try:
+            async with self.turn:
+                await self._in_thread(self._close_discarded)
+        except ChainBroken as error:
+            logger.warning("the lanes of a chain could not be freed yet: %s", error)
 
     async def forward(
         self, lane: Lane, step: int, rows: Integers, positions: Integers, inputs: Integers | Floats

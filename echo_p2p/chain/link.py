@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import trio
-from echo_protocols.hop import BadFrame, Failure, Frame, decode, encode
 
 from echo_p2p.errors import ChainError, NetError
 from echo_p2p.net.base import Stream
+from echo_protocols.hop import BadFrame, Failure, Frame, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Link:
                         nursery.start_soon(self._guard, task)
                     nursery.start_soon(self._guard, self._handle, handle)
         finally:
-            self._failure = self._failure or Failure(reason=CLOSED, text="a peer of the chain left it")
+            self._failure = self._failure or Failure(reason="left", text="a peer of the chain shut down")
             await bid_farewell(self.chain, self._failure, self._upstream, self._downstream)
         return self._failure
 
@@ -148,8 +148,13 @@ class Link:
             await handle(frame)
 
     async def _write(self) -> None:
-        async for frame in self._outgoing:
-            await send_frame(self._downstream, self.chain, frame, self._limits.hop_timeout_s)
+        try:
+            async for frame in self._outgoing:
+                await send_frame(self._downstream, self.chain, frame, self._limits.hop_timeout_s)
+        except ChainBroken:
+            # A successor that closed the stream may have said why: `_watch` reads that, and ends the link first.
+            await trio.sleep(_FAREWELL_S)
+            raise
 
     async def _watch(self) -> None:
         # The successor sends nothing against the ring but the reason of its end. Silence there is normal.

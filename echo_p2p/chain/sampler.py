@@ -5,10 +5,10 @@ computed from itself alone, so the same logits give the same token in any batch.
 """
 
 import numpy as np
-from echo_protocols.run import Sampling
 from numpy.typing import NDArray
 
 from echo_p2p.errors import ChainError
+from echo_protocols.run import Sampling
 
 Floats = NDArray[np.float64]
 
@@ -82,16 +82,21 @@ def _kept(
 
     `favoured` is ranked as if its score were higher by `favour`.
     """
+    top_p = sampling.top_p if top_p is None else top_p
     ranking = scores.copy()
     if favoured is not None:
         ranking[favoured] += favour
-    order = np.argsort(-ranking, kind="stable")
-    if sampling.top_k:
-        order = order[: sampling.top_k]
-    top_p = sampling.top_p if top_p is None else top_p
+    mass = np.exp(scores)
+    if 0 < sampling.top_k < len(scores):
+        rough = np.flatnonzero(ranking >= np.partition(ranking, -sampling.top_k)[-sampling.top_k])
+        order = rough[np.argsort(-ranking[rough], kind="stable")][: sampling.top_k]
+        total = mass[order].sum()
+    else:  # Tokens under this floor add up to less than what top-p leaves out, so it keeps none of them.
+        total = mass.sum()
+        rough = np.flatnonzero(mass >= 0.5 * (1.0 - top_p) * total / len(scores))
+        order = rough[np.argsort(-ranking[rough], kind="stable")]
     if top_p < 1.0:
-        mass = np.cumsum(np.exp(scores[order]))
-        order = order[: int(np.searchsorted(mass, top_p * mass[-1], side="left")) + 1]
+        order = order[: int(np.searchsorted(np.cumsum(mass[order]), top_p * total, side="left")) + 1]
     kept = np.zeros(len(scores), dtype=np.bool_)
     kept[order] = True
     return kept

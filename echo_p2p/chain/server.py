@@ -10,10 +10,17 @@ from contextlib import AsyncExitStack
 
 import numpy as np
 import trio
+from trio import TaskStatus
+
+from echo_p2p.chain.group import Drawn, Lane
+from echo_p2p.chain.host import StageHost
+from echo_p2p.chain.link import CLOSED, ChainBroken, Link, bid_farewell, broken, receive_frame, send_frame
+from echo_p2p.errors import NetError, WeightsError
+from echo_p2p.net.base import Stream, Streams
 from echo_protocols import names
 from echo_protocols.hop import (
-    BeginLane,
     Beat,
+    BeginLane,
     EndLane,
     Failure,
     Forward,
@@ -23,13 +30,6 @@ from echo_protocols.hop import (
     Switch,
     Tokens,
 )
-from trio import TaskStatus
-
-from echo_p2p.chain.host import StageHost
-from echo_p2p.chain.lane import Drawn, Lane
-from echo_p2p.chain.link import CLOSED, ChainBroken, Link, bid_farewell, broken, receive_frame, send_frame
-from echo_p2p.errors import NetError, WeightsError
-from echo_p2p.net.base import Stream, Streams
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,10 @@ class ChainServer:
         self._allow = allow
         self._returns: dict[bytes, Return] = {}
         self._serving: Link | None = None
+        self._newest = b""
         self._free = trio.Lock()
 
-    async def serve(
-        self, *, max_streams: int = 8, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
+    async def serve(self, *, max_streams: int = 8, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve the hop protocol until cancelled."""
         await self.streams.serve(names.HOP, self._on_stream, max_streams=max_streams, task_status=task_status)
 
@@ -104,10 +103,13 @@ class ChainServer:
             raise broken("too-many-lanes", f"this peer holds {host.limits.lanes} lanes", host.peer)
         if (reason := self._allow(upstream.peer, opening)) is not None:
             raise broken("not-allowed", reason, host.peer)
+        self._newest = chain
         if self._serving is not None:
             self._serving.end(Failure(reason="superseded", text="a newer chain was opened", peer=host.peer))
         async with self._free, AsyncExitStack() as stack:
             downstream = await self._open_successor(stack, chain, opening, place)
+            if self._newest != chain:
+                raise broken("superseded", "a newer chain was opened", host.peer)
             link = self._serving = Link(chain, upstream, downstream, host.limits)
             try:
                 failure = await _ServedChain(host, link).run()
@@ -159,14 +161,8 @@ class _ServedChain:
             for lane in self._lanes.values():
                 self._host.discard(lane)
             with trio.CancelScope(shield=True):
-                await self._free_lanes()
+                await self._host.free()
         return failure
-
-    async def _free_lanes(self) -> None:
-        try:
-            await self._host.drain()
-        except ChainBroken as error:
-            logger.warning("the lanes of a chain could not be freed: %s", error)
 
     async def _on_frame(self, frame: Frame) -> None:
         host, link = self._host, self._link
@@ -253,5 +249,5 @@ def result_frame(
         width=result.shape[2],
         rows=rows.astype("<i4").tobytes(),
         positions=positions.astype("<i4").tobytes(),
-        payload=memoryview(payload).cast("B"),
+        payload=payload.data.cast("B"),
     )

@@ -9,10 +9,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from echo_p2p.errors import ModelError
 from echo_protocols.release import part_of, parts_of
 from echo_protocols.values import Span
-
-from echo_p2p.errors import ModelError
 
 _HEADER_LIMIT_BYTES = 100_000_000  # the format's own bound
 _WEIGHTS_SHARE = 0.7  # of a device's memory; the rest is for KV caches, activations and the process itself

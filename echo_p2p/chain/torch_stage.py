@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from echo_protocols.values import Span
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -34,6 +33,7 @@ from echo_p2p.chain.live_weights import live_parameters, read_bits, write_bits
 from echo_p2p.chain.shape import span_tensors, tensor_entries
 from echo_p2p.chain.stage import Bits, TensorUpdate
 from echo_p2p.errors import ChainError, ModelError
+from echo_protocols.values import Span
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class TorchStage:
             if kept is not None:
                 state.cache.select(kept)
             outputs = self._compute(state, inputs)
-        except (RuntimeError, IndexError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # of the vendor
             self._lanes.close(lane)
             raise ChainError(f"lane {lane} failed on span {self.span} ({error}): replay it elsewhere") from error
         state.length += inputs.shape[1]
@@ -197,8 +197,10 @@ def _stage_class(config: Any, span: Span) -> Any:
     def initialise(self: Any, config: Any) -> None:
         family.__init__(self, config)
         inner = self.base_model
+        if len(span) == span.layers:
+            return  # whole, so its layout does not matter
         if not {"layers", "embed_tokens", "norm"} <= {name for name, _ in inner.named_children()}:
-            raise ModelError(f"{config.model_type} is not laid out as embed_tokens, layers, norm: serve another model")
+            raise ModelError(f"{config.model_type} is not laid out as embed_tokens, layers, norm: serve it whole")
         for i in range(span.layers):
             if not span.start <= i < span.end:
                 inner.layers[i] = _PassThrough()

@@ -1,11 +1,13 @@
 """Makes the built-in tiny model: a small Qwen3 over characters, taught by reasoning-gym's own Sokoban solutions.
 
-`python -m echo_p2p.models.warm_start --out DIR` writes a folder in Hugging Face form; the same seed gives the same weights.
-It stops while the model still fails on most boards, so that reinforcement learning has something to climb. Knows no run.
+`python -m echo_p2p.models.warm_start --out DIR` writes a folder in Hugging Face form, the same for the same seed.
+It stops while the model still fails on most boards, so that reinforcement learning has something to climb.
+Knows nothing of runs and peers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 _PAD, _BOS, _EOS, _UNK = range(4)
 _IGNORED = -100
 
+Report = Callable[[str], None]
+
 
 def make_tokenizer() -> Any:
     """One token a character: printable ASCII and the newline. Adds no special token by itself."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped]
     from transformers import PreTrainedTokenizerFast
 
     characters = "\n" + "".join(chr(code) for code in range(32, 127))
@@ -63,7 +67,7 @@ def make_model(vocabulary_size: int) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def make_rows(tokenizer: Any, boards: int, report: Any = None) -> tuple[Any, Any]:
+def make_rows(tokenizer: Any, boards: int, report: Report) -> tuple[Any, Any]:
     """Token ids and labels, (boards, longest) both: the prompt as the task gives it, the solution, the end."""
     import torch
 
@@ -73,7 +77,7 @@ def make_rows(tokenizer: Any, boards: int, report: Any = None) -> tuple[Any, Any
         prompt = tokenizer(task.prompt(index))["input_ids"]
         answer = [*tokenizer(task.item(index)["answer"])["input_ids"], _EOS]
         rows.append((prompt, answer))
-        if report and (index + 1) % 2000 == 0:
+        if (index + 1) % 2000 == 0:
             report(f"boards {index + 1}/{boards}")
     longest = max(len(prompt) + len(answer) for prompt, answer in rows)
     tokens = torch.full((boards, longest), _PAD)
@@ -84,7 +88,7 @@ def make_rows(tokenizer: Any, boards: int, report: Any = None) -> tuple[Any, Any
     return tokens, labels
 
 
-def train(model: Any, tokens: Any, labels: Any, *, steps: int, rows: int, learning_rate: float, report: Any) -> None:
+def train(model: Any, tokens: Any, labels: Any, *, steps: int, rows: int, learning_rate: float, report: Report) -> None:
     """Adam with a linear warm-up and a linear decay, in the order that torch's seed gives."""
     import torch
 

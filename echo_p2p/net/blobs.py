@@ -26,8 +26,11 @@ BLOB_FRAME_BYTES = 2**20
 """Bytes of each frame of a transfer but the last. Also the least that has to arrive within each deadline."""
 
 MAX_STREAMS = 32
+_REQUEST_MAX_BYTES = 1024
 _IDLE_S = 60.0
 _SEND_DEADLINE_S = 30.0
+
+_UNDECODABLE = (msgspec.DecodeError, RecursionError)
 
 Refusal = Literal["absent", "malformed", "offset"]
 
@@ -67,7 +70,7 @@ async def serve_blobs(
     await streams.serve(
         names.BLOB,
         handle,
-        max_frame_bytes=BLOB_FRAME_BYTES + 1024,
+        max_frame_bytes=_REQUEST_MAX_BYTES,
         max_streams=MAX_STREAMS,
         task_status=task_status,
     )
@@ -79,7 +82,7 @@ async def _answer(stream: Stream, lookup: Callable[[bytes], bytes | None]) -> bo
         frame = await stream.receive()
     try:
         request = msgspec.msgpack.decode(frame, type=_Request)
-    except msgspec.DecodeError:
+    except _UNDECODABLE:
         await _send(stream, msgspec.msgpack.encode(_Reply(0, "malformed")))
         return False
     data = await trio.to_thread.run_sync(lookup, request.hash)
@@ -126,14 +129,13 @@ async def fetch_from_any(
             try:
                 await _receive(streams, peer, hash, size_bytes, received, timeout_s)
                 return await _checked(received, hash, peer)
-            except CorruptChunk as error:
-                received.clear()
+            except (NetError, RemoteError, CorruptChunk) as error:
                 failures.append(error)
+                if isinstance(error, NetError) or (isinstance(error, RemoteError) and error.reason == "absent"):
+                    break  # what has arrived is good as far as anybody knows
+                received.clear()
                 if not resumed:
                     break
-            except (NetError, RemoteError) as error:
-                failures.append(error)
-                break
         log.info("blob %s: %s", hash.hex()[:12], failures[-1])
     if failures and all(isinstance(failure, RemoteError) and failure.reason == "absent" for failure in failures):
         raise RemoteError("absent", f"none of {len(peers)} peers has blob {hash.hex()[:12]}")
@@ -156,7 +158,7 @@ async def _receive(
         await stream.send(msgspec.msgpack.encode(_Request(hash, len(received))))
         try:
             reply = msgspec.msgpack.decode(await _next(stream, timeout_s), type=_Reply)
-        except msgspec.DecodeError:
+        except _UNDECODABLE:
             raise CorruptChunk(f"{peer} sent a malformed reply for blob {hash.hex()[:12]}") from None
         if reply.refusal is not None:
             raise RemoteError(reply.refusal, f"{peer} refused blob {hash.hex()[:12]}: {reply.refusal}")

@@ -17,6 +17,7 @@ from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.pb import crypto_pb2
 from libp2p.exceptions import BaseLibp2pError
+from libp2p.network.config import ConnectionConfig
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11, GossipSub
@@ -35,7 +36,11 @@ KEY_MESSAGES = crypto_pb2
 """The protobuf module of libp2p's keys. hivemind registers the same names: `net.hive` lends it this one."""
 
 CONNECT_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 2.0
 REDIAL_CHECK_S = 2.0
+PUBLISH_WAIT_S = 0.25
+"""How long a burst waits for room towards a slow peer, before it goes on without it."""
+QUEUE_CROWDED = 24
 DIALLED_MAX = 64
 RPC_MAX_BYTES = 1024 * 1024
 
@@ -88,6 +93,9 @@ class GossipNode:
         """As `Gossip.publish`; we do not hear our own messages."""
         if len(data) > GOSSIP_MAX_BYTES:
             raise FrameTooLarge(f"a gossip message of {len(data)} bytes exceeds {GOSSIP_MAX_BYTES}; publish its hash")
+        with trio.move_on_after(PUBLISH_WAIT_S):
+            while self._pubsub.is_crowded(topic):
+                await trio.sleep(PUBLISH_WAIT_S / 50)
         await self._pubsub.publish(topic, data)
 
     @asynccontextmanager
@@ -193,6 +201,11 @@ class _GuardedPubsub(Pubsub):
             await stream.reset()
             self._handle_dead_peer(peer)
 
+    def is_crowded(self, topic: str) -> bool:
+        """Whether a subscriber's outbound queue (32 messages) is nearly full: more would be dropped silently."""
+        queues = (self.peer_queues.get(peer) for peer in self.peer_topics.get(topic, ()))
+        return any(queue is not None and len(queue) > QUEUE_CROWDED for queue in queues)
+
     async def push_msg(self, msg_forwarder: Any, msg: Any) -> None:
         """Task boundary of one message: checked before it is verified, delivered or forwarded."""
         if len(msg.data) > GOSSIP_MAX_BYTES or len(msg.topicIDs) != 1:
@@ -214,7 +227,13 @@ async def open_gossip(identity: Identity, settings: GossipSettings | None = None
     """Run a gossip node; closes its connections when the context is left."""
     settings = settings or GossipSettings()
     announce = [Multiaddr(address) for address in settings.announce] or None
-    host = new_host(key_pair=create_new_key_pair(identity.seed), muxer_preference="YAMUX", announce_addrs=announce)
+    host = new_host(
+        key_pair=create_new_key_pair(identity.seed),
+        muxer_preference="YAMUX",
+        announce_addrs=announce,
+        # Whom we dial is decided above us: no automatic dialling of whoever was heard of.
+        connection_config=ConnectionConfig(min_connections=0, low_watermark=0, auto_connect_interval=1e9),
+    )
     router = GossipSub(
         protocols=[PROTOCOL_ID_V11],
         degree=_DEGREE,
@@ -227,9 +246,13 @@ async def open_gossip(identity: Identity, settings: GossipSettings | None = None
     pubsub = _GuardedPubsub(host, router, dropped)
     listen = [Multiaddr(address) for address in settings.listen]
     async with host.run(listen_addrs=listen), background_trio_service(pubsub), background_trio_service(router):
-        await pubsub.wait_until_ready()
-        async with trio.open_nursery() as nursery:
-            node = GossipNode(settings, host, pubsub, dropped)
-            nursery.start_soon(node.keep_connected)
-            yield node
-            nursery.cancel_scope.cancel()
+        try:
+            await pubsub.wait_until_ready()
+            async with trio.open_nursery() as nursery:
+                node = GossipNode(settings, host, pubsub, dropped)
+                nursery.start_soon(node.keep_connected)
+                yield node
+                nursery.cancel_scope.cancel()
+        finally:
+            with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+                await host.close()  # cancelling alone would leave the sockets open, and our peers none the wiser

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 5.0
 RECORD_DEADLINE_S = 15.0
-JOIN_CHECK_S = 5.0
 ADDRESS_BOOK_MAX = 1024
 STORED_KEYS_MAX = 4096
 
@@ -65,6 +64,7 @@ class HiveSettings:
     announce: tuple[str, ...] = ()
     initial_peers: tuple[str, ...] = ()
     trusted_relays: tuple[str, ...] = ()  # of a volunteer; its initial peers if empty
+    join_check_s: float = 5.0  # how often to look whether the bootstraps are still in touch
 
 
 class HiveNode:
@@ -187,30 +187,38 @@ class HiveNode:
         """Join through any bootstrap that answers, for ever: one that went away is joined again when it is back."""
         delays_s = backoff_s()
         while True:
-            before = self._bootstraps
-            self._bootstraps = frozenset([peer async for peer in self._join_each()])
-            for peer in before - self._bootstraps:
-                logger.warning("lost bootstrap %s; going on with the peers we know", peer)
-            for peer in self._bootstraps - before:
-                logger.info("joined through bootstrap %s", peer)
+            self._note(await self._reach_bootstraps())
             if self._bootstraps or not self._settings.initial_peers:
                 self._joined.set()
                 delays_s = backoff_s()
-                await trio.sleep(JOIN_CHECK_S)
-                continue
-            delay_s = next(delays_s)
-            where = ", ".join(self._settings.initial_peers)
-            logger.warning("no bootstrap reachable at %s, trying again in %.0f s", where, delay_s)
-            await trio.sleep(delay_s)
+                await trio.sleep(self._settings.join_check_s)
+            else:
+                delay_s = next(delays_s)
+                where = ", ".join(self._settings.initial_peers)
+                logger.warning("no bootstrap reachable at %s, trying again in %.0f s", where, delay_s)
+                await trio.sleep(delay_s)
 
-    async def _join_each(self) -> AsyncIterator[str]:
-        """PeerIDs of the bootstraps that we are in touch with, joining those that we are not."""
-        connected = set(await self._daemon.peers())
+    def _note(self, reached: frozenset[str]) -> None:
+        for peer in self._bootstraps - reached:
+            logger.warning("lost bootstrap %s; going on with the peers we know", peer)
+        for peer in reached - self._bootstraps:
+            logger.info("joined through bootstrap %s", peer)
+        self._bootstraps = reached
+
+    async def _reach_bootstraps(self) -> frozenset[str]:
+        """PeerIDs of the bootstraps that we are in touch with, after joining those that we were not."""
+        try:
+            connected = set(await self._daemon.peers())
+        except Unreachable as error:  # if the daemon is gone, `_watch` says so
+            logger.warning("can't look for bootstraps: %s", error)
+            return frozenset()
+        reached = set()
         for address in self._settings.initial_peers:
             transport, peer = split_address(address)
             known = peer in connected and await self._portal.call(self._knows, peer)
             if known or await self._join(peer, transport):
-                yield peer
+                reached.add(peer)
+        return frozenset(reached)
 
     async def _join(self, peer: str, transport: str) -> bool:
         if not await answers(transport):

@@ -59,7 +59,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], Progress]:
     except (OSError, msgspec.MsgspecError) as error:
         raise TrainerError(f"{folder} holds no complete checkpoint ({error}): resume from an older one.") from error
     if manifest.format != _FORMAT:
-        raise TrainerError(f"{folder} has checkpoint format {manifest.format}, not {_FORMAT}: use the version it is of.")
+        raise TrainerError(f"{folder} has format {manifest.format}, not {_FORMAT}: use the release it is of.")
     if found != (manifest.state_hash, manifest.state_bytes):
         raise TrainerError(f"{folder / _STATE} is not what was written: resume from an older checkpoint.")
     return safetensors.torch.load_file(folder / _STATE), manifest.progress

@@ -12,6 +12,7 @@ import logging
 import os
 import resource
 import socket
+import sys
 import types
 import warnings
 from collections.abc import Iterator
@@ -46,6 +47,8 @@ def prepare_verl(device: str) -> None:
         if found != device:
             raise TrainerError(f"verl trains on {found} in this process, not on {device}: use one device a process.")
         _join_world_of_one(device)
+        # Warns once of a renamed function of torch's own, which nested tensors call.
+        logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         if device == "cpu":
             _register_engine()
 
@@ -86,20 +89,40 @@ def _join_world_of_one(device: str) -> None:
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    hook = sys.excepthook  # torch would prefix every line of a traceback with the rank
     torch.distributed.init_process_group(
         "cpu:gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        store=torch.distributed.HashStore(),
+        store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
         rank=0,
         world_size=1,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
+    sys.excepthook = hook
 
 
 def _register_engine() -> None:
     engines = importlib.import_module("verl.workers.engine")
-    engines.EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device="cpu")(
-        engines.FSDPEngineWithLMHead
-    )
+    engine = type("CpuEngine", (_CpuEngine, engines.FSDPEngineWithLMHead), {})
+    engines.EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device="cpu")(engine)
+
+
+class _CpuEngine:
+    """verl's FSDP2 engine with log-probabilities of all tokens at once.
+
+    Without flash-attention's kernel, verl's own loop over tokens costs as much as the forward pass of a small model.
+    """
+
+    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, **_: Any) -> dict[str, Any]:
+        """Log-probabilities, and entropies if asked for, of packed sequences: nested (rows, tokens of the row)."""
+        offsets = micro_batch["input_ids"].offsets()
+        logits = output.logits / output_args["temperature"][:, None, None]  # (rows, longest, vocab)
+        real = torch.arange(logits.shape[1]) < offsets.diff()[:, None]  # (rows, longest)
+        logprobs = torch.log_softmax(logits[real], dim=-1)  # (tokens, vocab)
+        following = output_args["input_ids_rmpad_rolled"][:, None]  # (tokens, 1)
+        packed = {"log_probs": logprobs.gather(-1, following)[:, 0]}
+        if importlib.import_module("verl.utils.tensordict_utils").get(micro_batch, "calculate_entropy", default=False):
+            packed["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
+        return {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in packed.items()}
 
 
 def _cpu_device_module() -> types.ModuleType:

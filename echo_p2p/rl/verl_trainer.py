@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from echo_p2p.errors import TrainerError, UnknownName
+from echo_p2p.rl.batch import check_rows, pad_rows, rows_of_varying_groups
 from echo_p2p.rl.checkpoint import Progress, read_checkpoint, write_checkpoint
 from echo_p2p.rl.drift import measure_drift
 from echo_p2p.rl.trainer import StepReport, TrainingRow
@@ -75,19 +76,21 @@ class VerlTrainer:
         Raises TrainerError if a row can't be trained on, or if the loss or the gradient is not finite.
         """
         engine = self._engine
-        _check_rows(rows, engine.module.config.vocab_size)
-        varying = _rows_of_varying_groups(rows)
+        check_rows(rows, engine.module.config.vocab_size)
+        varying = rows_of_varying_groups(rows)
         learning_rate = self._algorithm.learning_rate
         if not varying:
             return StepReport(updated=False, figures={"lr": learning_rate, "trained_rows": 0.0})
         share = sum(len(row.response) for row in varying) / sum(len(row.response) for row in rows)
         with self._generators():
-            batch = _pad(varying, self._temperature)
+            batch = _batch(varying, self._temperature)
             proximal, entropy = self._infer(batch)
             figures = self._prepare(batch, proximal, share)
+            figures["entropy"] = float(entropy[batch.batch["response_mask"].bool()].mean())
+            figures |= {"lr": learning_rate, "trained_rows": float(len(varying)), "trained_token_share": share}
+            if not _has_signal(batch.batch):
+                return StepReport(updated=False, figures=figures)
             figures |= self._update(batch)
-        figures["entropy"] = float(entropy[batch.batch["response_mask"].bool()].mean())
-        figures |= {"lr": learning_rate, "trained_rows": float(len(varying)), "trained_token_share": share}
         self._updates += 1
         return StepReport(updated=True, figures=figures)
 
@@ -118,9 +121,7 @@ class VerlTrainer:
         if self._algorithm.correction != "none":
             weights, rejected = _correction_weights(self._algorithm, proximal, behaviour, mask)
             fields["rollout_is_weights"] = weights
-        drift = measure_drift(
-            proximal.numpy(), behaviour.numpy(), mask.numpy(), clip_ratio=self._algorithm.clip_ratio
-        )
+        drift = measure_drift(proximal.numpy(), behaviour.numpy(), mask.numpy(), clip_ratio=self._algorithm.clip_ratio)
         return {
             "k3_kl": drift.k3_kl,
             "ess": drift.ess,
@@ -269,50 +270,10 @@ def _tied_names(module: Any) -> frozenset[str]:
     return frozenset(module.state_dict()) - {name for name, _ in module.named_parameters()}
 
 
-def _check_rows(rows: tuple[TrainingRow, ...], vocabulary: int) -> None:
-    if not rows:
-        raise TrainerError("A step needs rows: wait for a batch.")
-    for row in rows:
-        if not row.prompt or not 0 < len(row.response) == len(row.behaviour_logprobs):
-            raise TrainerError(f"A row of group {row.group} lacks a prompt, an answer or log-probabilities: drop it.")
-        if not 0 <= min(row.prompt + row.response) <= max(row.prompt + row.response) < vocabulary:
-            raise TrainerError(f"A row of group {row.group} has a token outside 0…{vocabulary - 1}: drop it.")
-        if not np.isfinite([row.reward, *row.behaviour_logprobs]).all():
-            raise TrainerError(f"A row of group {row.group} has a number that is not finite: drop it.")
-
-
-def _rows_of_varying_groups(rows: tuple[TrainingRow, ...]) -> tuple[TrainingRow, ...]:
-    rewards: dict[int, set[float]] = {}
-    for row in rows:
-        rewards.setdefault(row.group, set()).add(row.reward)
-    return tuple(row for row in rows if len(rewards[row.group]) > 1)
-
-
-def _pad(rows: tuple[TrainingRow, ...], temperature: float) -> Any:
-    """verl's canonical layout: prompts padded on the left to one length, answers on the right."""
-    longest_prompt = max(len(row.prompt) for row in rows)
-    longest_response = max(len(row.response) for row in rows)
-    shape = (len(rows), longest_prompt + longest_response)
-    tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    behaviour, rewards = np.zeros((2, len(rows), longest_response), np.float32)
-    for number, row in enumerate(rows):
-        start, end = longest_prompt - len(row.prompt), longest_prompt + len(row.response)
-        tokens[number, start:end] = row.prompt + row.response
-        attention[number, start:end] = 1
-        behaviour[number, : len(row.response)] = row.behaviour_logprobs
-        rewards[number, len(row.response) - 1] = row.reward
-    fields = {
-        "input_ids": tokens,
-        "attention_mask": attention,
-        "position_ids": np.maximum(attention.cumsum(axis=1) - 1, 0),
-        "prompts": tokens[:, :longest_prompt],
-        "responses": tokens[:, longest_prompt:],
-        "response_mask": attention[:, longest_prompt:],
-        "rollout_log_probs": behaviour,
-        "token_level_rewards": rewards,
-    }
+def _batch(rows: tuple[TrainingRow, ...], temperature: float) -> Any:
+    """The rows as verl's DataProto."""
     return _verl("protocol").DataProto.from_dict(
-        tensors={name: torch.from_numpy(np.ascontiguousarray(field)) for name, field in fields.items()},
+        tensors={name: torch.from_numpy(field) for name, field in pad_rows(rows).items()},
         non_tensors={"uid": np.array([row.group for row in rows], dtype=object)},
         meta_info={"temperature": temperature},
     )
@@ -323,6 +284,9 @@ def _correction_weights(
 ) -> tuple[torch.Tensor, float]:
     """Per-token weights, and the share of tokens that the correction cut off (`tis`) or rejected (`icepop`)."""
     low, high = algorithm.correction_bounds
+    ratios = (proximal - behaviour)[mask.bool()].exp()
+    if algorithm.correction == "icepop" and not ((ratios >= low) & (ratios <= high)).any():
+        return torch.zeros_like(proximal), 1.0  # verl's metrics divide by zero here
     weights, metrics = _verl("trainer.ppo.rollout_corr_helper").compute_rollout_correction_weights(
         log_ratio=proximal - behaviour,
         response_mask=mask,
@@ -332,3 +296,11 @@ def _correction_weights(
     if algorithm.correction == "icepop":
         return weights, float(metrics["rollout_is_oob_ratio"])
     return weights, float((weights[mask.bool()] >= high).float().mean())
+
+
+def _has_signal(fields: Any) -> bool:
+    """Whether any token has a gradient: without one, the optimiser would still move by its momentum."""
+    signal = fields["advantages"] * fields["response_mask"]
+    if "rollout_is_weights" in fields.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        signal = signal * fields["rollout_is_weights"]
+    return bool((signal != 0.0).any())

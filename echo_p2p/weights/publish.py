@@ -12,22 +12,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from echo_p2p.errors import WeightsError
-from echo_p2p.tensors import Bits
+from echo_p2p.net.blobs import blob_hash
+from echo_p2p.tensors import Bits, by_part
 from echo_p2p.weights.codec import content_hash, encode_patch, encode_snapshot
 from echo_p2p.weights.store import Store
-from echo_protocols.release import Chunk, Release, part_of, policy_hash
+from echo_protocols.release import Chunk, Release, policy_hash
 from echo_protocols.values import PolicyVersion
 
 PINS = "publisher"
+_FRESH_PINS = "publisher.fresh"
 SNAPSHOTS_KEPT = 2
-
-
-def by_part(tensors: Mapping[str, Bits]) -> dict[str, dict[str, Bits]]:
-    """The tensors of each part."""
-    parts: dict[str, dict[str, Bits]] = {}
-    for name, bits in tensors.items():
-        parts.setdefault(part_of(name), {})[name] = bits
-    return parts
 
 
 @dataclass(slots=True)
@@ -73,6 +67,7 @@ class Publisher:
         self._recent: deque[_Published] = deque(maxlen=keep)
         self._snapshots: deque[_Published] = deque(maxlen=SNAPSHOTS_KEPT)
         self._since_snapshot = 0
+        self._fresh: set[bytes] = set()
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -94,6 +89,7 @@ class Publisher:
         """
         parts = by_part(tensors)
         parent = self._parent_of(version, parts)
+        self._fresh = set()
         results = {part: content_hash(named) for part, named in parts.items()}
         patch = tuple(self._patch_chunk(part, parts[part], results[part]) for part in parts) if parent else ()
         snapshot: tuple[Chunk, ...] = ()
@@ -138,7 +134,7 @@ class Publisher:
         blob = encode_patch(self._retained.tensors[part], named)
         return Chunk(
             part=part,
-            hash=self._store.put(blob),
+            hash=self._put(blob),
             size_bytes=len(blob),
             base=self._retained.results[part],
             result=result,
@@ -146,7 +142,13 @@ class Publisher:
 
     def _snapshot_chunk(self, part: str, named: Mapping[str, Bits], result: bytes) -> Chunk:
         blob = encode_snapshot(named)
-        return Chunk(part=part, hash=self._store.put(blob), size_bytes=len(blob), base=None, result=result)
+        return Chunk(part=part, hash=self._put(blob), size_bytes=len(blob), base=None, result=result)
+
+    def _put(self, blob: bytes) -> bytes:
+        """Into the store, safe from the eviction that the release's other chunks cause."""
+        self._fresh.add(blob_hash(blob))
+        self._store.pin(_FRESH_PINS, self._fresh)
+        return self._store.put(blob)
 
     def _remember(self, published: _Published) -> None:
         self._recent.append(published)
@@ -160,6 +162,7 @@ class Publisher:
         patches = [published.hashes(published.patch) for published in self._recent]
         snapshots = [published.hashes(published.snapshot) for published in self._snapshots]
         self._store.pin(PINS, itertools.chain.from_iterable(patches + snapshots))
+        self._store.unpin(_FRESH_PINS)
 
 
 def _layout(parts: Mapping[str, Mapping[str, Bits]]) -> dict[str, dict[str, tuple[int, ...]]]:

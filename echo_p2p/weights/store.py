@@ -54,6 +54,11 @@ class Store:
         with self._lock:
             return len(self._sizes)
 
+    def hashes(self) -> set[bytes]:
+        """Of all blobs."""
+        with self._lock:
+            return set(self._sizes)
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all blobs."""

@@ -139,11 +139,11 @@ def co_located(ctx: click.Context, config: Path | None, settings: tuple[str, ...
     """The same run with trainer and sampler in one process and no network: the baseline of every comparison."""
     from echo_node.logs import set_up_logging
 
-    journal = set_up_logging(verbosity=ctx.meta["verbosity"], as_json=ctx.meta["log_json"])
+    set_up_logging(verbosity=ctx.meta["verbosity"], as_json=ctx.meta["log_json"])
     overrides = dict(_setting(text) for text in settings) | {"role": "trainer", "trainer.steps": steps}
     from echo_node.co_located import run_co_located
 
-    sys.exit(run_co_located(load_config(config, overrides), ctx.obj, journal))
+    sys.exit(run_co_located(load_config(config, overrides), ctx.obj))
 
 
 @main.command()

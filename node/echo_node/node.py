@@ -1,4 +1,4 @@
-"""One node: brings the network, the HTTP port and the role up, and takes them down on a signal. Knows no role's work."""
+"""One node: brings network, HTTP port and role up, and takes them down on a signal. Knows no role's work."""
 
 import logging
 import os

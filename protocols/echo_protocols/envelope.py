@@ -17,7 +17,7 @@ from echo_protocols import keys
 from echo_protocols.names import PROTOCOL_VERSION
 from echo_protocols.peer import Plan, RoleRecord
 from echo_protocols.release import Release
-from echo_protocols.rollout import RolloutGroup
+from echo_protocols.rollout import LargeRollout, RolloutGroup
 from echo_protocols.run import RunManifest
 from echo_protocols.sync import LatestRelease, PullRequest
 from echo_protocols.values import Count, Hash, Name, Signature
@@ -60,6 +60,7 @@ PLAN = Kind("plan", Plan, 15 << 10)
 RELEASE = Kind("release", Release, 1 << 20)
 LATEST = Kind("latest", LatestRelease, 1 << 10)
 ROLLOUT = Kind("rollout", RolloutGroup, 16 << 20)
+LARGE_ROLLOUT = Kind("large-rollout", LargeRollout, 1 << 10)
 PULL = Kind("pull", PullRequest, 64 << 10)
 
 
@@ -147,6 +148,13 @@ class Border:
         while len(self._windows) > self._max_signers:
             self._windows.popitem(last=False)
         return window.first_time(sequence)
+
+
+def reopen(data: bytes, kind: Kind[T]) -> Opened[T]:
+    """Read an envelope of our own disk, which was checked before it was written. Raises msgspec.DecodeError."""
+    envelope = msgspec.msgpack.decode(data, type=Envelope)
+    payload = msgspec.msgpack.decode(envelope.payload, type=kind.type)
+    return Opened(keys.peer_id(envelope.signer), envelope.sequence, envelope.issued_at, payload)
 
 
 class _ReplayWindow:

@@ -158,9 +158,7 @@ def encode(chain: bytes, frame: Frame) -> tuple[Buffer, ...]:
     prefix = _PREFIX.pack(_MAGIC, _FORMAT, _KINDS[type(frame)], chain)
     match frame:
         case Forward(lane=lane, step=step, version=version, rows=rows, length=length, width=width):
-            head = _FORWARD.pack(
-                lane, step, version.epoch, version.step, len(rows) // 4, length, width, _FLOAT32
-            )
+            head = _FORWARD.pack(lane, step, version.epoch, version.step, len(rows) // 4, length, width, _FLOAT32)
             return prefix + head + rows + frame.positions, frame.payload
         case Tokens(lane=lane, step=step, version=version, rows=rows):
             head = _TOKENS.pack(lane, step, version.epoch, version.step, len(rows) // 4)
@@ -213,9 +211,7 @@ def _decode_tokens(body: memoryview) -> Tokens:
     if not 1 <= rows <= MAX_ROWS:
         raise BadFrame(f"{rows} rows are out of bounds")
     indices, tokens, logprobs = _split(body[_TOKENS.size :], 4 * rows, 4 * rows, 4 * rows)
-    return Tokens(
-        lane=lane, step=step, version=_version(epoch, number), rows=indices, tokens=tokens, logprobs=logprobs
-    )
+    return Tokens(lane=lane, step=step, version=_version(epoch, number), rows=indices, tokens=tokens, logprobs=logprobs)
 
 
 def _split(body: memoryview, *sizes: int) -> list[memoryview]:

@@ -10,9 +10,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 _ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-_PREFIX = bytes(
-    [0x00, 0x24, 0x08, 0x01, 0x12, 0x20]
-)  # identity multihash of 36 bytes; Ed25519; 32 bytes
+_PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])  # identity multihash of 36 bytes; Ed25519; 32 bytes
 
 
 def peer_id(public_key: bytes) -> str:

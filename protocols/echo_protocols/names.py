@@ -14,9 +14,19 @@ def rollout_topic(swarm: str) -> str:
     return f"echo/{swarm}/rollouts/1"
 
 
+def large_rollout_topic(swarm: str) -> str:
+    """Where inference peers name rollout groups that are too large for gossip, by hash."""
+    return f"echo/{swarm}/large-rollouts/1"
+
+
 def release_topic(swarm: str) -> str:
     """Where trainers announce releases; everybody subscribes."""
     return f"echo/{swarm}/releases/1"
+
+
+def topics(swarm: str) -> tuple[str, ...]:
+    """Every topic of a swarm."""
+    return (rollout_topic(swarm), large_rollout_topic(swarm), release_topic(swarm))
 
 
 def role_key(swarm: str) -> str:

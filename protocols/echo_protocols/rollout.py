@@ -68,6 +68,13 @@ class RolloutGroup(Struct, frozen=True, kw_only=True):
         return sum(len(sample.tokens) for sample in self.samples)
 
 
+class LargeRollout(Struct, frozen=True, kw_only=True):
+    """Says that a sealed group lies as a blob at its worker."""
+
+    blob: Hash
+    size_bytes: Annotated[int, Meta(ge=1, le=16 << 20)]
+
+
 def group_fault(group: RolloutGroup, worker: str, manifest: RunManifest) -> str | None:
     """Why a group can't belong to this run, as a reason to count; None when it can. Versions are not looked at."""
     if len(group.samples) != manifest.group_size:
@@ -77,7 +84,7 @@ def group_fault(group: RolloutGroup, worker: str, manifest: RunManifest) -> str 
     if (group.slot is None) == (manifest.protocol == "sequential"):
         return "wrong-protocol"
     place = ("slot", group.slot.step, group.slot.slot) if group.slot else (worker, group.counter)
-    if group.prompt_index != prompt_index(manifest.run_id(), place, manifest.prompts):
+    if group.prompt_index != prompt_index(manifest.randomness(), place, manifest.prompts):
         return "prompt-index"
     for sample in group.samples:
         if (fault := sample_fault(sample, manifest)) is not None:

@@ -75,6 +75,10 @@ class RunManifest(Struct, frozen=True, kw_only=True):
     admission: Admission = Admission()
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 1
 
+    def randomness(self) -> bytes:
+        """The 32 bytes that decide prompts and draws: a function of `seed` alone, so that runs can be compared."""
+        return hashlib.blake2b(b"%d" % self.seed, digest_size=32, person=b"echo/seed/1").digest()
+
     def run_id(self) -> bytes:
         """32 bytes that name the run."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=32, person=b"echo/run/1").digest()

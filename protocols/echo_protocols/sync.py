@@ -24,6 +24,13 @@ class PullRequest(Struct, frozen=True, kw_only=True):
     slots: Annotated[tuple[Slot, ...], Meta(min_length=1, max_length=1024)]
 
 
+class PullReply(Struct, frozen=True, kw_only=True):
+    """One frame of the worker's answer: a sealed rollout group, or why there are no more."""
+
+    group: Annotated[bytes, Meta(max_length=17 << 20)] = b""
+    failure: Annotated[str, Meta(max_length=1024)] = ""
+
+
 class LatestRelease(Struct, frozen=True, kw_only=True):
     """Which version is out, and the blob that holds its sealed release."""
 

@@ -1,6 +1,6 @@
 """Public randomness: which prompt a worker gets, and the uniform that decides each token. Pure.
 
-Nobody picks their luck: everything is a hash of the run and of the group's place in it. A group's place is
+Nobody picks their luck: everything is a hash of the run's seed and of the group's place in the run. A place is
 `("slot", step, slot)` in the sequential protocol and `(worker, counter)` in the asynchronous one.
 """
 
@@ -13,18 +13,18 @@ Place = tuple[str, int, int] | tuple[str, int]
 _TO_UNIT = 2.0**-53
 
 
-def group_id(run_id: bytes, place: Place) -> bytes:
+def group_id(run_seed: bytes, place: Place) -> bytes:
     """32 bytes that name a group by its place in the run."""
-    digest = hashlib.blake2b(run_id, digest_size=32, person=b"echo/group/1")
+    digest = hashlib.blake2b(run_seed, digest_size=32, person=b"echo/group/1")
     for item in place:
         data = item.encode() if isinstance(item, str) else struct.pack(">Q", item)
         digest.update(struct.pack(">I", len(data)) + data)
     return digest.digest()
 
 
-def prompt_index(run_id: bytes, place: Place, prompts: int) -> int:
+def prompt_index(run_seed: bytes, place: Place, prompts: int) -> int:
     """The prompt, in [0, prompts), that the group at `place` answers."""
-    digest = hashlib.blake2b(group_id(run_id, place), digest_size=16, person=b"echo/prompt/1").digest()
+    digest = hashlib.blake2b(group_id(run_seed, place), digest_size=16, person=b"echo/prompt/1").digest()
     return int.from_bytes(digest, "big") % prompts
 
 

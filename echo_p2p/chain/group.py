@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
+
 from echo_protocols.hop import BeginLane
 from echo_protocols.rollout import Sample, Segment
 from echo_protocols.run import Sampling
 from echo_protocols.values import PolicyVersion
-from numpy.typing import NDArray
 
 Integers = NDArray[np.int32]
 Floats = NDArray[np.float32]

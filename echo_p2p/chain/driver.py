@@ -1,0 +1,201 @@
+"""The head of a chain: turns prompts into finished groups, and switches the ring's version between two steps.
+
+Knows no task, no reward and no trainer. A group is a lane; lanes interleave so that every stage has work. A ring of
+one stage is driven without any network. A ring that fails fails whole: groups in flight raise ChainError, `failed`
+is set, and whoever opened the chain opens another.
+"""
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import trio
+
+from echo_p2p.chain.group import Answers, Drawn, GroupRequest, Lane
+from echo_p2p.chain.head import RingHead
+from echo_p2p.chain.host import StageHost
+from echo_p2p.chain.link import ChainBroken, broken
+from echo_p2p.chain.ring import Ring
+from echo_p2p.chain.server import ChainServer, result_frame
+from echo_p2p.errors import ChainError, WeightsError
+from echo_protocols.hop import BeginLane, EndLane, Prepare, Switch
+from echo_protocols.rollout import Sample
+from echo_protocols.values import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStatistics:
+    """What a chain has made. `busy_s` is time in the head's own stage."""
+
+    groups: int
+    tokens: int
+    steps: int
+    switches: int
+    lanes: int
+    busy_s: float
+
+
+def open_chain(ring: Ring, host: StageHost, server: ChainServer | None = None) -> "ChainDriver":
+    """The driver of a ring whose first stop is this peer: `async with open_chain(…) as driver`.
+
+    Entering raises ChainError when a stage refuses or can't be reached. `server` must be serving; a ring of one
+    needs none.
+    """
+    if ring.route[0].peer != host.peer or ring.route[0].span != host.stage.span:
+        raise ChainError(f"a chain is opened by its first stop; {host.peer} with {host.stage.span} is not it")
+    if len(ring.route) > 1 and server is None:
+        raise ChainError("a chain of several stops needs a ChainServer to close its ring")
+    if ring.lane_count > host.limits.lanes:
+        raise ChainError(f"{ring.lane_count} lanes are more than the {host.limits.lanes} lanes that this host holds")
+    return ChainDriver(ring, host, server)
+
+
+class ChainDriver:
+    """Owns a ring while its context is open. All methods may be called concurrently."""
+
+    def __init__(self, ring: Ring, host: StageHost, server: ChainServer | None) -> None:
+        self.ring = ring
+        self.host = host
+        self._head = RingHead(ring, server, host.limits)
+        self._slots = trio.Semaphore(ring.lane_count)
+        self._switching = trio.Lock()
+        self._lanes_begun = self._lanes_ended = 0
+        self._groups = self._tokens = self._steps = self._switches = 0
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version that the next step of every stage will have."""
+        return self.host.version
+
+    @property
+    def versions(self) -> tuple[PolicyVersion, ...]:
+        """The version of each stop when the ring was closed; a `switch` brings together what is apart."""
+        return self._head.versions or (self.host.version,)
+
+    @property
+    def engine(self) -> str:
+        """Fingerprint of what computes, stage by stage."""
+        return self._head.engine or self.host.stage.engine
+
+    @property
+    def failed(self) -> trio.Event:
+        """Set as soon as the chain has failed or is closed."""
+        return self._head.failed
+
+    @property
+    def fault(self) -> ChainError | None:
+        """Why, once it has."""
+        return ChainBroken(self._head.failure) if self._head.failure else None
+
+    @property
+    def statistics(self) -> ChainStatistics:
+        """Figures so far."""
+        return ChainStatistics(
+            groups=self._groups,
+            tokens=self._tokens,
+            steps=self._steps,
+            switches=self._switches,
+            lanes=self._lanes_begun - self._lanes_ended,
+            busy_s=self.host.statistics.busy_s,
+        )
+
+    async def generate(self, request: GroupRequest) -> tuple[Sample, ...]:
+        """Answer one prompt; waits while all lanes are taken. Never a part of a group.
+
+        Raises ChainError, also for a request that no lane of this host could hold.
+        """
+        if (fault := self._fault_of(request)) is not None:
+            raise ChainError(fault)
+        answers = Answers(request)
+        with self._head.until_failure():
+            async with self._slots:
+                self._lanes_begun = number = self._lanes_begun + 1
+                order = _order(number, request)
+                lane = self.host.begin(order)
+                try:
+                    self._head.send(order)
+                    with self._head.tokens_of(number) as tokens:
+                        while len(answers.rows):
+                            await self._step(lane, answers, tokens)
+                finally:
+                    self._lanes_ended += 1
+                    self.host.discard(lane)
+                    self._head.send(EndLane(lane=number))
+        self._groups += 1
+        return answers.samples()
+
+    async def switch(self, version: PolicyVersion, timeout_s: float) -> None:
+        """Stage `version` at every stop, then have all later steps computed by it.
+
+        Raises WeightsError when a stop can't stage it in time; the chain then goes on as it is. Raises ChainError
+        when the chain fails.
+        """
+        with self._head.until_failure():
+            async with self._switching:
+                await self._prepare(version, timeout_s)
+                async with self.host.turn:
+                    # Applied here but not announced, a version would split the ring: not to be cancelled between.
+                    with trio.CancelScope(shield=True):
+                        await self.host.switch(version)
+                        self._head.send(Switch(version=version))
+                self._switches += 1
+
+    async def __aenter__(self) -> Self:
+        await self._head.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._head.__aexit__(kind, error, trace)
+        finally:
+            with trio.CancelScope(shield=True):
+                await self.host.free()
+
+    def _fault_of(self, request: GroupRequest) -> str | None:
+        limits, order = self.host.limits, _order(0, request)
+        if not request.prompt or request.samples < 1:
+            return "a group has a prompt of at least one token and at least one sample"
+        if order.rows > limits.rows or order.positions > limits.positions:
+            return (
+                f"{order.rows} samples of up to {order.positions} positions are more than a lane holds "
+                f"({limits.rows} of {limits.positions}): ask for less, or raise the limits of every stage"
+            )
+        return None
+
+    async def _step(self, lane: Lane, answers: Answers, tokens: trio.MemoryReceiveChannel[Drawn]) -> None:
+        host, head, step, rows = self.host, self._head, answers.step, answers.rows
+        positions, inputs = answers.inputs()
+        async with host.turn:
+            version = host.version
+            result = await host.forward(lane, step, rows, positions, inputs)
+            if not isinstance(result, Drawn):
+                head.send(result_frame(lane.order.lane, step, host, rows, positions, result))
+        if not isinstance(result, Drawn):
+            result = await head.next_tokens(tokens)
+        if (fault := answers.fault(result, version)) is not None:
+            raise broken("bad-tokens", fault, head.last)
+        answers.take(result)
+        self._steps += 1
+        self._tokens += len(result.rows)
+
+    async def _prepare(self, version: PolicyVersion, timeout_s: float) -> None:
+        try:
+            with trio.fail_after(timeout_s), self._head.preparing(version) as returned:
+                self._head.send(Prepare(version=version, timeout_s=timeout_s))
+                await self.host.prepare(version, timeout_s)
+                await self._head.prepared(returned)
+        except trio.TooSlowError:
+            raise WeightsError(f"version {version} was not staged by all stops in {timeout_s:g} s") from None
+
+
+def _order(lane: int, request: GroupRequest) -> BeginLane:
+    return BeginLane(
+        lane=lane,
+        group_id=request.group_id,
+        run_seed=request.run_seed,
+        sampling=request.sampling,
+        rows=request.samples,
+        positions=len(request.prompt) + request.sampling.max_new_tokens,
+    )

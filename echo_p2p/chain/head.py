@@ -1,0 +1,191 @@
+"""The head's end of a ring: orders go out, tokens, prepares and beats come back. Knows no answer and no stage.
+
+In a ring of one there is nobody to talk to: sends vanish, and nothing is waited for.
+"""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from types import TracebackType
+from typing import Self, TypeVar
+
+import numpy as np
+import trio
+
+from echo_p2p.chain.group import Drawn
+from echo_p2p.chain.link import CLOSED, ChainBroken, ChainLimits, Link, broken
+from echo_p2p.chain.ring import Ring, close_ring, engine_of
+from echo_p2p.chain.server import ChainServer
+from echo_p2p.errors import WeightsError
+from echo_protocols.hop import CHAIN_ID_BYTES, Beat, Failure, Frame, Prepare, Tokens
+from echo_protocols.values import PolicyVersion
+
+T = TypeVar("T")
+
+
+class RingHead:
+    """Owns the head's streams while its context is open. The first failure is final, and wakes all who wait."""
+
+    def __init__(self, ring: Ring, server: ChainServer | None, limits: ChainLimits) -> None:
+        self.failed = trio.Event()
+        self.failure: Failure | None = None
+        self.versions: tuple[PolicyVersion, ...] = ()
+        self.engine: str | None = None
+        self._ring = ring
+        self._server = server
+        self._limits = limits
+        self._chain = secrets.token_bytes(CHAIN_ID_BYTES)
+        self._stack = AsyncExitStack()
+        self._link: Link | None = None
+        self._nursery: trio.Nursery | None = None
+        self._released = trio.Event()
+        self._scopes: set[trio.CancelScope] = set()
+        self._lanes: dict[int, trio.MemorySendChannel[Drawn]] = {}
+        self._preparing: dict[PolicyVersion, trio.MemorySendChannel[Prepare]] = {}
+        self._beaten = trio.Event()
+        # A stage that stalls is reported by itself after one hop's deadline; this one is for peers that fall silent.
+        self._round_timeout_s = limits.hop_timeout_s * len(ring.route)
+
+    @property
+    def last(self) -> str:
+        """The peer that tokens come from."""
+        return self._ring.route[-1].peer
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame for the second stop; a full queue is a failure of the ring."""
+        if self._link is not None:
+            try:
+                self._link.send(frame)
+            except ChainBroken as error:
+                self.fail(error.failure)
+
+    def fail(self, failure: Failure) -> None:
+        """End the ring; the first reason stays."""
+        if self.failure is None:
+            self.failure = failure
+            self.failed.set()
+            for scope in self._scopes:
+                scope.cancel()
+        if self._link is not None:
+            self._link.end(self.failure)
+
+    @contextmanager
+    def until_failure(self) -> Iterator[None]:
+        """Whatever waits inside ends with ChainBroken as soon as the ring fails."""
+        if self.failure is None:
+            with trio.CancelScope() as scope:
+                self._scopes.add(scope)
+                try:
+                    yield
+                except ChainBroken as error:
+                    self.fail(error.failure)
+                    raise
+                finally:
+                    self._scopes.discard(scope)
+            if not scope.cancelled_caught:
+                return
+        assert self.failure is not None
+        raise ChainBroken(self.failure)
+
+    @contextmanager
+    def tokens_of(self, lane: int) -> Iterator[trio.MemoryReceiveChannel[Drawn]]:
+        """Where the lane's tokens arrive; those that come later are dropped."""
+        self._lanes[lane], tokens = trio.open_memory_channel[Drawn](1)
+        try:
+            yield tokens
+        finally:
+            del self._lanes[lane]
+
+    async def next_tokens(self, tokens: trio.MemoryReceiveChannel[Drawn]) -> Drawn:
+        """What a lane's last step has drawn. Raises ChainBroken when it takes too long."""
+        try:
+            with trio.fail_after(self._round_timeout_s):
+                return await tokens.receive()
+        except trio.TooSlowError:
+            raise broken("silent", f"no tokens came around in {self._round_timeout_s:g} s") from None
+
+    @contextmanager
+    def preparing(self, version: PolicyVersion) -> Iterator[trio.MemoryReceiveChannel[Prepare]]:
+        """Where the prepare of `version` comes back to."""
+        self._preparing[version], returned = trio.open_memory_channel[Prepare](4)
+        try:
+            yield returned
+        finally:
+            del self._preparing[version]
+
+    async def prepared(self, returned: trio.MemoryReceiveChannel[Prepare]) -> None:
+        """Return once all other stops have staged the version. Raises WeightsError if one can't."""
+        if self._link is not None and (back := await returned.receive()).fault:
+            raise WeightsError(f"version {back.version} was not staged: {back.fault}")
+
+    async def __aenter__(self) -> Self:
+        if self._server is None or len(self._ring.route) == 1:
+            return self
+        try:
+            closed = await close_ring(self._stack, self._ring, self._server, self._chain, self._released)
+            self.versions, self.engine = closed.opened.versions, engine_of(closed.opened)
+            self._link = Link(self._chain, closed.upstream, closed.downstream, self._limits)
+        finally:
+            if self._link is None:
+                self._released.set()
+                await self._stack.aclose()
+        self._nursery = await self._stack.enter_async_context(trio.open_nursery())
+        self._nursery.start_soon(self._run, self._link)
+        self._nursery.start_soon(self._beat)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The caller's exception stays outside of the nursery, which would wrap it.
+        self.fail(Failure(reason=CLOSED, text="the head closed the chain", peer=self._ring.route[0].peer))
+        if self._nursery is not None:
+            self._nursery.cancel_scope.cancel()
+        try:
+            await self._stack.aclose()
+        finally:
+            self._released.set()
+
+    async def _run(self, link: Link) -> None:
+        self.fail(await link.run(self._on_frame))
+
+    async def _beat(self) -> None:
+        number = 0
+        while True:
+            await trio.sleep(self._limits.beat_s)
+            self._beaten, number = trio.Event(), number + 1
+            self.send(Beat(number=number))
+            with trio.move_on_after(self._round_timeout_s) as scope:
+                await self._beaten.wait()
+            if scope.cancelled_caught:
+                text = f"a beat did not come around in {self._round_timeout_s:g} s"
+                self.fail(Failure(reason="silent", text=text))
+
+    async def _on_frame(self, frame: Frame) -> None:
+        match frame:
+            case Tokens():
+                if (lane := self._lanes.get(frame.lane)) is not None:  # else its caller was cancelled meanwhile
+                    self._hand_over(lane, _drawn(frame))
+            case Prepare():
+                if (waiting := self._preparing.get(frame.version)) is not None:
+                    self._hand_over(waiting, frame)
+            case Beat():
+                self._beaten.set()
+            case _:
+                raise broken("bad-frame", f"a {type(frame).__name__} frame came back to the head", self.last)
+
+    def _hand_over(self, channel: trio.MemorySendChannel[T], item: T) -> None:
+        try:
+            channel.send_nowait(item)
+        except trio.WouldBlock:
+            raise broken("bad-frame", "answers came that nobody asked for", self.last) from None
+
+
+def _drawn(frame: Tokens) -> Drawn:
+    return Drawn(
+        step=frame.step,
+        version=frame.version,
+        rows=np.frombuffer(frame.rows, "<i4"),
+        tokens=np.frombuffer(frame.tokens, "<i4"),
+        logprobs=np.frombuffer(frame.logprobs, "<f4"),
+    )

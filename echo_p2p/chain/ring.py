@@ -1,0 +1,105 @@
+"""Closing a ring: the open frame goes out to the second stop and comes back from the last. Knows no lane."""
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import trio
+
+from echo_p2p.chain.link import ChainBroken, broken, receive_frame, send_frame
+from echo_p2p.chain.server import ChainServer, signed_in
+from echo_p2p.errors import NetError
+from echo_p2p.net.base import Stream
+from echo_protocols import names
+from echo_protocols.hop import Failure, Open
+from echo_protocols.peer import Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """What a chain is opened with: its stops in order, the run and plan that it belongs to, and its lanes.
+
+    `lanes` is M ≥ (Σ stage + Σ hop) / max stage; 0 takes one more than there are stops.
+    """
+
+    route: tuple[Stop, ...]
+    run_id: bytes
+    plan: int = 0
+    lanes: int = 0
+
+    @property
+    def lane_count(self) -> int:
+        """Groups in flight."""
+        return self.lanes or len(self.route) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedRing:
+    """The head's two streams, and the open frame with what every stage said of itself."""
+
+    upstream: Stream
+    downstream: Stream
+    opened: Open
+
+
+async def close_ring(
+    stack: AsyncExitStack, ring: Ring, server: ChainServer, chain: bytes, released: trio.Event
+) -> ClosedRing:
+    """Open the ring; its streams live in `stack` and until `released`. Raises ChainBroken when a stage refuses."""
+    arrived, arrivals = trio.open_memory_channel[tuple[Stream, Open]](1)
+
+    async def accept(stream: Stream, opening: Open) -> None:
+        arrived.send_nowait((stream, opening))
+        await released.wait()  # the stream lives as long as this handler
+
+    opening = Open(route=ring.route, run_id=ring.run_id, plan=ring.plan, lanes=ring.lane_count)
+    timeout_s = server.host.limits.open_timeout_s
+    successor = ring.route[1].peer
+    server.expect(chain, accept)
+    try:
+        try:
+            opened = server.streams.open(successor, names.HOP, timeout_s=timeout_s)
+            downstream = await stack.enter_async_context(opened)
+        except NetError as error:
+            raise broken("unreachable", f"could not open a stream to {successor}: {error}", successor) from error
+        await send_frame(downstream, chain, signed_in(opening, server.host), timeout_s)
+        # Each stage gives its successor `timeout_s`; one more is for the way back.
+        closed = await _first_of(downstream, arrivals, chain, timeout_s * (len(ring.route) + 1))
+    finally:
+        server.forget(chain)
+    back = closed.opened
+    if back.route != ring.route or not len(back.versions) == len(back.engines) == len(back.route):
+        raise broken("bad-frame", "the ring came back with another route", closed.upstream.peer)
+    return closed
+
+
+async def _first_of(
+    downstream: Stream, arrivals: trio.MemoryReceiveChannel[tuple[Stream, Open]], chain: bytes, timeout_s: float
+) -> ClosedRing:
+    """The stream that closes the ring, unless a stage refuses first. Raises ChainBroken."""
+    refusal = Failure(reason="unreachable", text=f"the ring did not close in {timeout_s:g} s")
+    arrival: tuple[Stream, Open] | None = None
+
+    async with trio.open_nursery() as nursery:
+
+        async def watch() -> None:
+            nonlocal refusal
+            try:
+                _, frame = await receive_frame(downstream, chain, timeout_s)
+                if isinstance(frame, Failure):
+                    refusal = frame
+            except ChainBroken as error:
+                refusal = error.failure
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(watch)
+        arrival = await arrivals.receive()
+        nursery.cancel_scope.cancel()
+    if arrival is None:
+        raise ChainBroken(refusal)
+    return ClosedRing(upstream=arrival[0], downstream=downstream, opened=arrival[1])
+
+
+def engine_of(opened: Open) -> str:
+    """What computes, stage by stage, in at most 256 characters."""
+    stages = (f"{engine}[{stop.span}]" for engine, stop in zip(opened.engines, opened.route, strict=True))
+    return "+".join(stages)[:256]

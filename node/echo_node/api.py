@@ -1,0 +1,178 @@
+"""A node's HTTP port: dashboard, state, metrics, health. Reads the state document; knows nothing of who fills it.
+
+The port answers only to names that it was told (DNS rebinding: a web page whose own name resolves to 127.0.0.1 must
+not read it), sends no CORS header, and the dashboard may load nothing from elsewhere.
+"""
+
+import errno
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from importlib import resources
+
+import hypercorn
+import msgspec
+import trio
+from hypercorn.trio import serve
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from echo_node.metrics import StateCollector
+from echo_node.state import NodeState
+from echo_p2p.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ReadState = Callable[[], NodeState]
+
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_WILDCARDS = frozenset({"0.0.0.0", "::"})
+_NO_STORE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+_DASHBOARD_HEADERS = {
+    **_NO_STORE,
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def build_app(read_state: ReadState) -> Starlette:
+    """The application behind the port. `read_state` is called for each request, on the loop, and must not block."""
+    dashboard = resources.files("echo_node").joinpath("dashboard.html").read_text(encoding="utf-8")
+    registry = CollectorRegistry()
+    registry.register(StateCollector(read_state))
+
+    async def show_dashboard(request: Request) -> Response:
+        return HTMLResponse(dashboard, headers=_DASHBOARD_HEADERS)
+
+    async def show_state(request: Request) -> Response:
+        return Response(msgspec.json.encode(read_state()), media_type="application/json", headers=_NO_STORE)
+
+    async def show_metrics(request: Request) -> Response:
+        return Response(generate_latest(registry), headers={**_NO_STORE, "Content-Type": CONTENT_TYPE_LATEST})
+
+    async def show_health(request: Request) -> Response:
+        state = read_state()
+        document = {"healthy": is_healthy(state), "note": state.network_note}
+        status = 200 if is_healthy(state) else 503
+        return Response(msgspec.json.encode(document), status, media_type="application/json", headers=_NO_STORE)
+
+    return Starlette(
+        routes=[
+            Route("/", show_dashboard),
+            Route("/state", show_state),
+            Route("/metrics", show_metrics),
+            Route("/health", show_health),
+        ]
+    )
+
+
+def is_healthy(state: NodeState) -> bool:
+    """Whether the node can do its work: a bootstrap by running, any other by being connected to its swarm."""
+    return state.role == "bootstrap" or state.connected
+
+
+def host_is_ours(header: str, host: str) -> bool:
+    """Whether a `Host` header names this machine, for a port that listens on `host`.
+
+    On a wildcard address any IP literal will do: rebinding needs a name.
+    """
+    name = _host_name(header)
+    if name in _LOCAL_NAMES or name == host.lower().strip("[]"):
+        return bool(name)
+    return host in _WILDCARDS and _is_address(name)
+
+
+def guard_host(app: ASGIApp, host: str) -> ASGIApp:
+    """`app`, behind the check of the `Host` header."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            header = Headers(scope=scope).get("host", "")
+            if not host_is_ours(header, host):
+                logger.debug("refused a request for the host %.80r: it is not this node's name", header)
+                refusal = PlainTextResponse("This node answers to localhost and to its own address only.\n", 403)
+                await refusal(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return guarded
+
+
+async def serve_http(
+    app: ASGIApp, host: str, port: int, *, task_status: trio.TaskStatus[int] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Serve until cancelled; reports the port once it listens (port 0: the system's choice). Raises ConfigError."""
+    listener = bind(host, port)
+    actual_port: int = listener.getsockname()[1]
+    server_log = logging.getLogger(f"{__name__}.server")
+    server_log.setLevel(logging.WARNING)  # hypercorn announces each start by itself
+    settings = hypercorn.Config()
+    settings.bind = [f"fd://{listener.detach()}"]
+    settings.accesslog = None
+    settings.errorlog = server_log
+    settings.include_server_header = False
+    settings.graceful_timeout = 0.5
+    settings.read_timeout = 30
+    async with trio.open_nursery() as nursery:
+        await nursery.start(partial(serve, guard_host(app, host), settings, mode="asgi"))
+        task_status.started(actual_port)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket. Raises ConfigError, with the flag that cures it."""
+    bare = host.strip("[]")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"`network.http_host` {host!r} is not an address of this machine; use 127.0.0.1.") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        if os.name == "posix":  # elsewhere it would let two programs share the port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()  # now, since two bound sockets may share a port until one of them listens
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_bind_sentence(error, host, port)) from error
+    return listener
+
+
+def _bind_sentence(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"HTTP port {port} on {host} is taken by another program; "
+            "choose another with --http-port (0 lets the system choose)."
+        )
+    if error.errno == errno.EACCES:
+        return f"HTTP port {port} needs more rights than this user has; choose one above 1023 with --http-port."
+    return f"can't listen on {host}, HTTP port {port}: {error.strerror}; check `network.http_host` and --http-port."
+
+
+def _host_name(header: str) -> str:
+    """The name in a `Host` header, lower case, without port and brackets; empty if it is not one."""
+    value = header.strip().lower()
+    if value.startswith("["):
+        name, _, rest = value[1:].partition("]")
+        return name if rest == "" or rest.startswith(":") else ""
+    name, _, port = value.partition(":")
+    return name if port == "" or port.isdigit() else ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,140 @@
+"""The releases of a run as an inference peer hears of them: gossip, records, and blobs from whoever holds them.
+
+Checks each one at the border. Knows no stage.
+"""
+
+import logging
+import random
+import time
+from collections import OrderedDict
+
+import trio
+
+from echo_p2p.errors import EchoError, WeightsError
+from echo_p2p.net.base import Message
+from echo_p2p.net.blobs import fetch_from_any
+from echo_p2p.presence import Presence
+from echo_p2p.swarm import Run
+from echo_p2p.weights.fetch import Replica
+from echo_p2p.weights.store import Store
+from echo_protocols import names
+from echo_protocols.envelope import RELEASE, Refusal
+from echo_protocols.release import Chunk, Release
+from echo_protocols.sync import release_fault
+from echo_protocols.values import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+_SEALED_MAX_BYTES = RELEASE.max_bytes + 512
+_KNOWN_MAX = 512
+_RETRY_S = 1.0
+
+
+class Feed:
+    """The newest release, and older ones by hash. Remembers the last 512 that it opened."""
+
+    def __init__(self, presence: Presence, run: Run, store: Store) -> None:
+        self.newest: Release | None = None
+        self._presence = presence
+        self._run = run
+        self._store = store
+        self._known: OrderedDict[bytes, Release] = OrderedDict()
+        self._news = trio.Event()
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The newest version that a trainer has announced."""
+        return self.newest.version if self.newest else None
+
+    async def run(self) -> None:
+        """Listen until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._hear)
+            nursery.start_soon(self._look)
+
+    async def keep_staged(self, replica: Replica) -> None:
+        """Stage every new release into a replica, newest first, until cancelled; failures are tried again."""
+        while True:
+            news, release = self._news, self.newest
+            if release is None or (replica.version is not None and replica.version >= release.version):
+                await news.wait()
+                continue
+            try:
+                await replica.stage(release, self.lookup, self.fetch)
+            except EchoError as error:
+                log.warning("version %s can't be staged yet: %s", release.version, error)
+                with trio.move_on_after(_RETRY_S):
+                    await news.wait()
+
+    async def lookup(self, hash: bytes) -> Release:
+        """The release of that sealed hash. Raises WeightsError, NetError, RemoteError."""
+        if hash in self._known:
+            return self._known[hash]
+        sealed = await trio.to_thread.run_sync(self._store.get, hash)
+        if sealed is None:
+            sealed = await fetch_from_any(self._presence.hive, self._holders(), hash, _SEALED_MAX_BYTES)
+            await trio.to_thread.run_sync(self._store.put, sealed)
+        release = self._open(sealed, once=False)
+        if release is None:
+            raise WeightsError(f"what hashes to {hash.hex()[:12]} is no release of this run")
+        self._known[hash] = release
+        while len(self._known) > _KNOWN_MAX:
+            self._known.popitem(last=False)
+        return release
+
+    async def fetch(self, chunk: Chunk) -> bytes:
+        """A chunk's blob, from any holder. Raises CorruptChunk, NetError, RemoteError."""
+        return await fetch_from_any(self._presence.hive, self._holders(), chunk.hash, chunk.size_bytes)
+
+    def _holders(self) -> list[str]:
+        """Who may hold blobs of this run: its trainers first, then its other peers in no order."""
+        swarm = self._presence.swarm
+        trainers = [member.peer for member in swarm.trainers()]
+        others = [
+            peer
+            for peer, member in swarm.members.items()
+            if member.record.run_id == self._run.run_id and peer not in trainers and peer != swarm.peer
+        ]
+        random.shuffle(others)
+        return (trainers or list(self._run.manifest.trainers)) + others
+
+    async def _hear(self) -> None:
+        async with self._presence.gossip.subscribe(names.release_topic(self._presence.swarm.name)) as messages:
+            async for message in messages:
+                await self._consider_message(message)
+
+    async def _consider_message(self, message: Message) -> None:
+        release = self._open(message.data, once=True)
+        if release is not None:
+            # kept, so that whoever looks for this release by its hash finds it here too
+            await trio.to_thread.run_sync(self._store.put, message.data)
+            self._consider(release)
+
+    async def _look(self) -> None:
+        while True:
+            latest = self._presence.swarm.latest
+            if latest is not None and (self.version is None or latest.version > self.version):
+                try:
+                    self._consider(await self.lookup(latest.release))
+                except EchoError as error:
+                    log.info("release %s can't be had yet: %s", latest.version, error)
+            await self._presence.swarm.changed()
+
+    def _open(self, sealed: bytes, *, once: bool) -> Release | None:
+        border = self._presence.border
+        opened = border.open(sealed, RELEASE, self._run.run_id, time.time(), once=once)
+        if isinstance(opened, Refusal):
+            return None
+        if opened.signer not in self._run.manifest.trainers:
+            border.refuse("not-a-trainer", opened.signer)
+            return None
+        return opened.payload
+
+    def _consider(self, release: Release) -> None:
+        fault = release_fault(release.version, self.version)
+        if fault == "regressed-version":
+            self._presence.border.refuse(fault, str(release.version))
+        if fault is None:
+            self.newest = release
+            self._news.set()
+            self._news = trio.Event()

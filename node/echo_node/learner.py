@@ -1,0 +1,141 @@
+"""A policy on its way: the engine, its versions, its checkpoints and its log. Synchronous; knows no network.
+
+Both the swarm's trainer and the co-located baseline drive one of these from a worker thread.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from echo_node.learning import Graded, RunLog, StepRecord, record_step, trained_groups, update
+from echo_node.places import write_whole
+from echo_node.prompts import Prompts
+from echo_p2p.config import TrainerConfig
+from echo_p2p.errors import TrainerError
+from echo_p2p.rl.trainer import Trainer
+from echo_p2p.tensors import Bits
+from echo_p2p.weights.publish import Publisher
+from echo_protocols.release import Release
+from echo_protocols.sync import Lineage
+from echo_protocols.values import PolicyVersion
+
+_CHECKPOINTS_KEPT = 2
+
+
+class _Progress(Struct, frozen=True, kw_only=True):
+    """`progress.json`: which checkpoint is good, and the epochs that led there."""
+
+    version: PolicyVersion
+    checkpoint: str
+    epochs: dict[int, PolicyVersion]
+
+
+class Learner:
+    """One run's policy. A new process that finds a checkpoint opens a new epoch from it."""
+
+    def __init__(
+        self, folder: Path, *, engine: Trainer, publisher: Publisher, prompts: Prompts, config: TrainerConfig
+    ) -> None:
+        """Resumes if `folder` holds a run. Raises TrainerError if its checkpoint is damaged."""
+        self.log = RunLog(folder)
+        self.lineage = Lineage()
+        self.version = PolicyVersion(epoch=0, step=0)
+        self.continues: PolicyVersion | None = None
+        self.prompts = prompts
+        self._folder = folder
+        self._engine = engine
+        self._publisher = publisher
+        self._config = config
+        self._busy_s = self._waited_s = 0.0
+        self._learned = 0
+        self._saved = -1
+        self._resume()
+
+    @property
+    def resumed(self) -> bool:
+        """Whether this process goes on from a checkpoint."""
+        return self.continues is not None
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the time since the first batch in which there was nothing to train on."""
+        total = self._busy_s + self._waited_s
+        return self._waited_s / total if total else 0.0
+
+    def first_release(self) -> Release:
+        """The release that this process begins with: a snapshot."""
+        return self._publisher.publish(self.version, self._engine.weights(), continues=self.continues)
+
+    def weights(self) -> Mapping[str, Bits]:
+        """The policy as bf16 bits."""
+        return self._engine.weights()
+
+    def learn(self, batch: Sequence[Graded], waited_s: float) -> tuple[StepRecord, Release]:
+        """One step: update, release (still to be sealed), log. Raises TrainerError."""
+        before = self.version
+        groups = trained_groups(batch, self.lineage, before)
+        report, step_s = update(self._engine, self.prompts, batch)
+        after = PolicyVersion(epoch=before.epoch, step=before.step + 1)
+        figures = {name: float(report.figures[name]) for name in ("loss", "k3_kl", "ess") if name in report.figures}
+        release = self._publisher.publish(after, self._engine.weights(), figures=figures)
+        self.version = after
+        self._busy_s += step_s
+        if self._learned:  # the wait for the first batch is the swarm starting up
+            self._waited_s += waited_s
+        self._learned += 1
+        record = record_step(
+            self.log,
+            version=before,
+            groups=groups,
+            report=report,
+            release=release,
+            waited_s=waited_s,
+            step_s=step_s,
+            idle_share=self.idle_share,
+        )
+        return record, release
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether enough steps have gone since the last checkpoint."""
+        return self.version.step - max(self._saved, 0) >= self._config.checkpoint_every
+
+    def save(self) -> int:
+        """Write a checkpoint, durable on return; the step that it holds."""
+        if self._saved == self.version.step:
+            return self._saved
+        name = f"checkpoint-{self.version}"
+        self._engine.save(self._folder / name)
+        progress = _Progress(version=self.version, checkpoint=name, epochs=dict(self.lineage.epochs))
+        write_whole(self._folder / "progress.json", msgspec.json.encode(progress))
+        self._saved = self.version.step
+        older = sorted(self._folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+        for path in older[:-_CHECKPOINTS_KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
+        return self._saved
+
+    def _resume(self) -> None:
+        path = self._folder / "progress.json"
+        if not path.exists():
+            return
+        try:
+            progress = msgspec.json.decode(path.read_bytes(), type=_Progress)
+        except msgspec.DecodeError as error:
+            raise TrainerError(f"{path} is damaged ({error}); move the run's folder away to start anew.") from error
+        self._engine.load(self._folder / progress.checkpoint)
+        self.lineage = Lineage(progress.epochs)
+        self.continues = progress.version
+        self.version = PolicyVersion(epoch=self._next_epoch(progress.version.epoch), step=progress.version.step)
+        self.lineage.open_epoch(self.version.epoch, progress.version)
+        self._saved = progress.version.step
+
+    def _next_epoch(self, saved: int) -> int:
+        """A number that no process of this run has used, even one that died before its first checkpoint."""
+        path = self._folder / "epoch"
+        used = int(path.read_text()) if path.exists() else saved
+        epoch = max(used, saved) + 1
+        write_whole(path, str(epoch).encode())
+        return epoch

@@ -1,0 +1,45 @@
+"""The prompts of a run as token ids, the same on every peer. Knows no reward and no network."""
+
+from pathlib import Path
+from typing import Any
+
+from echo_p2p.errors import ConfigError, ModelError
+from echo_p2p.models import decode, encode_prompt, load_tokenizer, resolve_model, tokenizer_hash
+from echo_p2p.rl.tasks import Task, load_task
+from echo_protocols.run import RunManifest
+
+
+class Prompts:
+    """A run's task and tokenizer. Synchronous: used from worker threads."""
+
+    def __init__(self, task: Task, tokenizer: Any, model_path: Path) -> None:
+        self.task = task
+        self.model_path = model_path
+        self._tokenizer = tokenizer
+
+    def ids(self, index: int) -> tuple[int, ...]:
+        """The token ids that the model continues."""
+        return tuple(encode_prompt(self._tokenizer, self.task.prompt(index)))
+
+    def text(self, tokens: tuple[int, ...]) -> str:
+        """What an answer says."""
+        return decode(self._tokenizer, list(tokens))
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        stop = self._tokenizer.eos_token_id
+        return frozenset() if stop is None else frozenset({int(stop)})
+
+
+def load_prompts(manifest: RunManifest) -> Prompts:
+    """Load what a manifest names. Raises ConfigError for an unknown task, ModelError for another tokenizer."""
+    task = load_task(manifest.task.name, manifest.task.seed, **manifest.task.settings)
+    if task.size < manifest.prompts:
+        raise ConfigError(f"task {task.name} has {task.size} prompts, the run asks for {manifest.prompts}.")
+    found = bytes.fromhex(tokenizer_hash(manifest.model))
+    if found != manifest.tokenizer_hash:
+        raise ModelError(
+            f"the tokenizer of {manifest.model} here differs from the run's; get the revision that the run names."
+        )
+    return Prompts(task, load_tokenizer(manifest.model), resolve_model(manifest.model))

@@ -1,0 +1,207 @@
+"""One assignment of an inference peer: load the span, keep its weights current, serve the ring, drive it if head.
+
+Composes a chain's parts with the feed of releases. A ring that fails is opened again; a new plan ends the assignment.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import trio
+from numpy.typing import NDArray
+
+from echo_node.board import Board
+from echo_node.feed import Feed
+from echo_node.produce import Counter, Head
+from echo_node.prompts import Prompts
+from echo_node.state import InferenceView
+from echo_p2p.chain.driver import open_chain
+from echo_p2p.chain.host import StageHost
+from echo_p2p.chain.ring import Ring
+from echo_p2p.chain.server import ChainServer
+from echo_p2p.chain.shape import model_shape
+from echo_p2p.chain.stage import Stage
+from echo_p2p.chain.torch_stage import load_stage
+from echo_p2p.errors import ChainError
+from echo_p2p.swarm import Run
+from echo_p2p.tensors import Bits, TensorUpdate
+from echo_p2p.weights.fetch import Replica
+from echo_p2p.weights.store import Store
+from echo_protocols.hop import Open
+from echo_protocols.peer import Stop
+from echo_protocols.values import Span
+
+log = logging.getLogger(__name__)
+
+_REOPEN_S = 1.0
+_RATE_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A chain of the plan, and this peer's span in it."""
+
+    chain: tuple[Stop, ...]
+    span: Span
+
+
+class SlowStage:
+    """A stage that waits after each step: a slow device, for experiments."""
+
+    def __init__(self, stage: Stage, slowdown_s: float) -> None:
+        self.span = stage.span
+        self.engine = stage.engine
+        self._stage = stage
+        self._slowdown_s = slowdown_s
+
+    def forward(
+        self,
+        lane: int,
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        inputs: NDArray[np.int32] | NDArray[np.float32],
+    ) -> NDArray[np.float32]:
+        """As `Stage.forward`, later."""
+        outputs = self._stage.forward(lane, rows, positions, inputs)
+        time.sleep(self._slowdown_s)
+        return outputs
+
+    def close(self, lane: int) -> None:
+        """As `Stage.close`."""
+        self._stage.close(lane)
+
+    def tensors(self) -> Mapping[str, Bits]:
+        """As `Stage.tensors`."""
+        return self._stage.tensors()
+
+    def apply(self, updates: Mapping[str, TensorUpdate]) -> None:
+        """As `Stage.apply`."""
+        self._stage.apply(updates)
+
+
+class Service:
+    """Serves assignments, one at a time, and says how it goes."""
+
+    def __init__(self, board: Board, run: Run, prompts: Prompts, feed: Feed, store: Store, counter: Counter) -> None:
+        self._board = board
+        self._presence = board.presence
+        self._run = run
+        self._prompts = prompts
+        self._feed = feed
+        self._store = store
+        self._counter = counter
+        self._view = InferenceView(activity="waiting")
+        self._host: StageHost | None = None
+        self._groups = self._switches = 0
+        self._rate = _Rate()
+
+    def view(self) -> InferenceView:
+        """What the state document says of the serving."""
+        host = self._host
+        if host is None:
+            return self._view
+        statistics = host.statistics
+        self._rate.note(statistics.rows)
+        return msgspec.structs.replace(
+            self._view,
+            version=str(host.version),
+            groups=self._groups,
+            tokens=statistics.rows,
+            tokens_per_s=self._rate.per_s,
+            switches=statistics.switches,
+        )
+
+    async def serve(self, assignment: Assignment) -> None:
+        """Serve one assignment until cancelled. Raises ModelError."""
+        head = assignment.chain[0].span == assignment.span
+        peers = tuple(stop.peer for stop in assignment.chain)
+        self._host, self._rate = None, _Rate()
+        self._view = InferenceView(span=str(assignment.span), chain=peers, head=head, activity="fetching")
+        stage = await self._load(assignment.span)
+        tied = model_shape(self._prompts.model_path).tied
+        initial = await trio.to_thread.run_sync(stage.tensors)
+        replica = Replica(assignment.span, tied=tied, initial=initial, store=self._store)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._feed.keep_staged, replica)
+            version = await replica.newer_than(None)
+            await trio.to_thread.run_sync(replica.switch, version, stage)
+            log.info("serving span %s at version %s", assignment.span, version)
+            self._host = StageHost(self._presence.identity.peer_id, stage, replica, version)
+            server = ChainServer(self._presence.hive, self._host, self._allow)
+            await nursery.start(server.serve)
+            self._view = msgspec.structs.replace(self._view, activity="serving")
+            if head:
+                await self._drive(assignment, server, replica)
+
+    async def _load(self, span: Span) -> Stage:
+        config = self._board.config.inference
+        sampling = self._run.manifest.sampling
+        stage: Stage = await trio.to_thread.run_sync(
+            lambda: load_stage(self._prompts.model_path, span, device=config.device)
+        )
+        log.info(
+            "loaded span %s of %s, answers of up to %d tokens", span, self._run.manifest.model, sampling.max_new_tokens
+        )
+        return SlowStage(stage, config.slowdown_s) if config.slowdown_s else stage
+
+    def _allow(self, peer: str, opening: Open) -> str | None:
+        """Only the plan's predecessor may feed us, for this run."""
+        plan = self._presence.swarm.plan
+        if opening.run_id != self._run.run_id:
+            return "another run"
+        if plan is None or tuple(opening.route) not in plan.chains:
+            return "not a chain of the plan"
+        return None
+
+    async def _drive(self, assignment: Assignment, server: ChainServer, replica: Replica) -> None:
+        """Keep the ring open and working; one that fails is opened again."""
+        assert self._host is not None
+        lanes = self._board.config.inference.lanes
+        ring = Ring(assignment.chain, self._run.run_id, lanes=max(lanes, len(assignment.chain)))
+        while True:
+            try:
+                async with open_chain(ring, self._host, server) as driver:
+                    log.info("chain of %d is open", len(assignment.chain))
+                    head = Head(self._presence, self._run, self._prompts, driver, self._counter, self._store)
+                    await self._work(head, driver.failed, replica)
+                    log.warning("%s; opening it again", driver.fault)
+            except ChainError as error:
+                log.warning("%s; trying again in %.0f s", error, _REOPEN_S)
+            await trio.sleep(_REOPEN_S)
+
+    async def _work(self, head: Head, failed: trio.Event, replica: Replica) -> None:
+        """Make groups until the chain fails."""
+
+        def on_stall(stalled: bool) -> None:
+            self._groups += head.made - counted[0]
+            counted[0] = head.made
+            activity = "stalled by lag" if stalled else "generating"
+            self._view = msgspec.structs.replace(self._view, activity=activity)
+
+        counted = [0]
+        async with trio.open_nursery() as nursery:
+            if self._run.manifest.protocol == "async":
+                nursery.start_soon(head.push_for_ever, self._feed, replica, on_stall)
+            else:
+                nursery.start_soon(head.answer_pulls)
+            await failed.wait()
+            nursery.cancel_scope.cancel()
+
+
+class _Rate:
+    """Tokens a second over the last ten seconds, from totals noted now and then."""
+
+    def __init__(self) -> None:
+        self._notes: list[tuple[float, int]] = []
+
+    def note(self, total: int) -> None:
+        now = time.monotonic()
+        self._notes = [note for note in self._notes if now - note[0] <= _RATE_WINDOW_S] + [(now, total)]
+
+    @property
+    def per_s(self) -> float:
+        (first_at, first), (last_at, last) = self._notes[0], self._notes[-1]
+        return (last - first) / (last_at - first_at) if last_at > first_at else 0.0

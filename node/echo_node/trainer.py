@@ -1,0 +1,253 @@
+"""The trainer role: one run, from its manifest to its last step. Composes; every part is elsewhere."""
+
+import logging
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import trio
+
+from echo_node.board import Board
+from echo_node.gather import BufferGather, Gather, PullGather
+from echo_node.herald import Herald
+from echo_node.learner import Learner
+from echo_node.learning import StepRecord
+from echo_node.places import Places, write_whole
+from echo_node.plans import lead
+from echo_node.prompts import load_prompts
+from echo_node.state import TrainerView
+from echo_p2p.chain.shape import model_shape
+from echo_p2p.config import NodeConfig, dump_config
+from echo_p2p.models import resolve_model, tokenizer_hash
+from echo_p2p.net.blobs import serve_blobs
+from echo_p2p.rl.buffer import ReplayBuffer
+from echo_p2p.rl.drift import DriftReport, advice, effective_lag
+from echo_p2p.rl.trainer import Trainer
+from echo_p2p.swarm import Run
+from echo_p2p.weights.publish import Publisher
+from echo_p2p.weights.store import Store
+from echo_protocols.run import RunManifest
+
+log = logging.getLogger(__name__)
+
+_HISTORY = 1000
+
+
+def make_manifest(config: NodeConfig, trainer: str) -> RunManifest:
+    """The manifest that a configuration describes, with this peer as its trainer. Raises ModelError, ConfigError."""
+    run = config.run
+    shape = model_shape(resolve_model(run.model))
+    return RunManifest(
+        swarm=config.swarm,
+        model=run.model,
+        tokenizer_hash=bytes.fromhex(tokenizer_hash(run.model)),
+        layers=shape.layers,
+        vocabulary=shape.vocabulary,
+        task=run.task,
+        algorithm=run.algorithm,
+        sampling=run.sampling,
+        protocol=run.protocol,
+        max_lag=0 if run.protocol == "sequential" else run.max_lag,
+        group_size=run.group_size,
+        groups_per_step=run.groups_per_step,
+        prompts=run.prompts,
+        trainers=(trainer,),
+        admission=run.admission,
+        seed=run.seed,
+    )
+
+
+def load_engine(config: NodeConfig) -> Trainer:
+    """The training engine, on the configured device."""
+    from echo_p2p.rl.verl_trainer import VerlTrainer
+
+    run = config.run
+    return VerlTrainer(
+        resolve_model(run.model),
+        run.algorithm,
+        seed=run.seed,
+        temperature=run.sampling.temperature,
+        device=config.trainer.device,
+        micro_batch_rows=config.trainer.micro_batch_rows,
+    )
+
+
+def open_learner(config: NodeConfig, manifest: RunManifest, folder: Path, store: Store) -> tuple[Learner, Publisher]:
+    """Load everything that learning needs; seconds of work for a worker thread."""
+    write_whole(folder / "config.json", dump_config(config))
+    write_whole(folder / "manifest.json", msgspec.json.encode(manifest))
+    publisher = Publisher(store, snapshot_every=config.trainer.snapshot_every, keep=config.trainer.keep_releases)
+    learner = Learner(
+        folder,
+        engine=load_engine(config),
+        publisher=publisher,
+        prompts=load_prompts(manifest),
+        config=config.trainer,
+    )
+    return learner, publisher
+
+
+async def run_trainer(board: Board, places: Places) -> None:
+    """Train until the configured number of steps is done, or until cancelled; then write a last checkpoint."""
+    config, presence = board.config, board.presence
+    manifest = await trio.to_thread.run_sync(make_manifest, config, presence.identity.peer_id)
+    run = Run(manifest, manifest.run_id(), presence.identity.peer_id, 0.0)
+    folder = places.run(run.run_id)
+    log.info("run %s: loading %s and the training engine", run.run_id.hex()[:12], manifest.model)
+    presence.swarm.join(run)
+    presence.say(run_id=run.run_id)
+    with ExitStack() as stack:
+        store = Store(folder / "blobs", config.trainer.store_bytes)
+        learner, publisher = await trio.to_thread.run_sync(open_learner, config, manifest, folder, store)
+        course = Course(board, run, learner, Herald(presence, run, store, publisher))
+        if manifest.protocol == "async":
+            bounds = config.trainer
+            buffer = ReplayBuffer(
+                folder / "buffer.sqlite", max_groups=bounds.buffer_groups, max_bytes=bounds.buffer_bytes
+            )
+            course.use_buffer(stack.enter_context(buffer))
+        else:
+            course.gather = PullGather(presence, run, learner, deadline_s=config.trainer.pull_deadline_s)
+        board.trainer = course.view
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve_blobs, presence.hive, store.get)
+            nursery.start_soon(course.herald.run)
+            await presence.swarm.publish_run(manifest)
+            nursery.start_soon(lead, presence, run)
+            try:
+                await course.run(nursery)
+            finally:
+                with trio.CancelScope(shield=True):
+                    await course.checkpoint()
+            nursery.cancel_scope.cancel()
+
+
+class Course:
+    """The steps of one run on this trainer, and what the state document says of them."""
+
+    gather: Gather
+
+    def __init__(self, board: Board, run: Run, learner: Learner, herald: Herald) -> None:
+        self.herald = herald
+        self._board = board
+        self._run = run
+        self._learner = learner
+        self._buffer: ReplayBuffer | None = None
+        self._past = learner.log.read()[-_HISTORY:]
+        self._lags: Counter[int] = Counter()
+        self._rollouts: Counter[str] = Counter()
+        self._lag_bound = run.manifest.max_lag
+        self._policy_hash = ""
+        self._model_bytes = 0
+        self._done = False
+        for record in self._past:
+            self._count(record)
+
+    def use_buffer(self, buffer: ReplayBuffer) -> None:
+        """Learn asynchronously from a durable buffer; what a lost step had taken waits there again."""
+        learner = self._learner
+        returned = buffer.rewind(learner.version.step)
+        if learner.resumed:
+            log.info("resumed as version %s; %d rollouts of lost steps wait again", learner.version, returned)
+        self._buffer = buffer
+        self.gather = BufferGather(self._board.presence, self._run, learner, buffer)
+
+    async def run(self, nursery: trio.Nursery) -> None:
+        """Release the first version, then learn step by step."""
+        learner, steps = self._learner, self._board.config.trainer.steps
+        release = await trio.to_thread.run_sync(learner.first_release)
+        self._policy_hash, self._model_bytes = release.policy_hash.hex(), release.model_bytes
+        await self.herald.announce(release)
+        self._board.presence.say(version=learner.version)
+        log.info("policy version %s is out; waiting for rollouts", learner.version)
+        nursery.start_soon(self.gather.run)
+        while steps is None or learner.version.step < steps:
+            await self._step()
+        self._done = True
+        log.info("%d steps are done", learner.version.step)
+
+    async def _step(self) -> None:
+        learner = self._learner
+        started = trio.current_time()
+        batch = await self.gather.next_batch()
+        waited_s = trio.current_time() - started
+        record, release = await trio.to_thread.run_sync(learner.learn, batch, waited_s)
+        await self.herald.announce(release)
+        self._board.presence.record = msgspec.structs.replace(self._board.presence.record, version=learner.version)
+        self._past = [*self._past[1 - _HISTORY :], record]
+        self._policy_hash = record.policy_hash
+        self._count(record)
+        self._coordinate(record)
+        log.info(
+            "step %d: reward %.3f, lag up to %d, release %d bytes, waited %.1f s",
+            record.step, record.reward_mean, max(group.lag for group in record.groups), record.release_bytes, waited_s,
+        )  # fmt: skip
+        if learner.checkpoint_due:
+            await self.checkpoint()
+
+    async def checkpoint(self) -> None:
+        """Make everything up to the last step durable; only then is what it was trained on forgotten."""
+        step = await trio.to_thread.run_sync(self._learner.save)
+        if self._buffer is not None:
+            await trio.to_thread.run_sync(self._buffer.commit, step)
+
+    def _coordinate(self, record: StepRecord) -> None:
+        """Tighten or loosen the effective lag bound by the step's drift; never below one step, never over the run's."""
+        figures = record.figures
+        if isinstance(self.gather, BufferGather) and record.updated:
+            report = DriftReport(
+                k3_kl=figures["k3_kl"],
+                ess=figures["ess"],
+                clip_fraction=figures["clip_fraction"],
+                logprob_gap=figures["logprob_gap"],
+                logprob_gap_max=figures["logprob_gap_max"],
+            )
+            bound = effective_lag(report, self._lag_bound, self._run.manifest.max_lag)
+            self._lag_bound = max(min(1, self._run.manifest.max_lag), bound)
+            self.gather.lag_bound = self._lag_bound
+
+    def _count(self, record: StepRecord) -> None:
+        self._lags.update(group.lag for group in record.groups)
+        self._rollouts.update({group.worker: self._run.manifest.group_size for group in record.groups})
+
+    def view(self) -> TrainerView:
+        """What the state document says of the training."""
+        learner, past = self._learner, self._past
+        trained = sum(self._lags.values())
+        return TrainerView(
+            step=learner.version.step,
+            version=str(learner.version),
+            reward_history=tuple(record.reward_mean for record in past),
+            lag_histogram=dict(sorted(self._lags.items())),
+            lag_mean=sum(lag * count for lag, count in self._lags.items()) / trained if trained else 0.0,
+            lag_max=max(self._lags, default=0),
+            release_bytes=tuple(record.release_bytes for record in past),
+            model_bytes_bf16=self._model_bytes,
+            step_seconds=sum(record.step_s for record in past[-20:]) / max(1, len(past[-20:])),
+            idle_share=learner.idle_share,
+            rollouts_by_peer=dict(self._rollouts),
+            buffer_groups=self._buffer.statistics().waiting_groups if self._buffer else 0,
+            effective_lag=self._lag_bound,
+            policy_hash=self._policy_hash,
+            figures=dict(past[-1].figures) if past else {},
+            advice=self._advice(),
+            done=self._done,
+        )
+
+    def _advice(self) -> str:
+        recent = self._past[-20:]
+        if not recent:
+            return ""
+        span_s = recent[-1].at - recent[0].at
+        made: Counter[str] = Counter(group.worker for record in recent[1:] for group in record.groups)
+        if span_s <= 0.0 or not made:
+            return ""
+        manifest = self._run.manifest
+        return advice(
+            rollouts_per_step=manifest.groups_per_step * manifest.group_size,
+            step_s=sum(record.step_s for record in recent) / len(recent),
+            broadcast_s=0.0,
+            publish_interval=1,
+            rates=[count * manifest.group_size / span_s for count in made.values()],
+        ).words

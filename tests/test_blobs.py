@@ -1,0 +1,174 @@
+import random
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+import trio
+
+from echo_p2p.errors import CorruptChunk, RemoteError, Unreachable
+from echo_p2p.net.base import Stream
+from echo_p2p.net.blobs import BLOB_FRAME_BYTES, blob_hash, fetch_blob, fetch_from_any, serve_blobs
+from echo_p2p.net.memory import MemoryNetwork
+from echo_protocols import names
+
+BLOB = random.Random(1).randbytes(2 * BLOB_FRAME_BYTES + 5)
+HASH = blob_hash(BLOB)
+Body = Callable[[MemoryNetwork, trio.Nursery], Awaitable[None]]
+
+
+def on_a_network(body: Body) -> None:
+    """Run `body` on a network where `holder` has BLOB and `other` has nothing."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                await nursery.start(serve_blobs, network.node("holder"), {HASH: BLOB, blob_hash(b""): b""}.get)
+                await nursery.start(serve_blobs, network.node("other"), {}.get)
+                await body(network, nursery)
+                nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+def reply(size_bytes: int, refusal: str | None = None) -> bytes:
+    return msgspec.msgpack.encode((size_bytes, refusal))
+
+
+def sends(*frames: bytes, then_wait: bool = False) -> Callable[[Stream], Awaitable[None]]:
+    async def handler(stream: Stream) -> None:
+        await stream.receive()
+        for frame in frames:
+            await stream.send(frame)
+        if then_wait:
+            await trio.sleep_forever()
+
+    return handler
+
+
+def test_a_blob_of_several_frames_arrives_whole() -> None:
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        assert await fetch_blob(network.node("me"), "holder", HASH, len(BLOB)) == BLOB
+        assert await fetch_blob(network.node("me"), "holder", blob_hash(b""), 0) == b""
+
+    on_a_network(body)
+
+
+def test_an_absent_blob_is_a_typed_refusal() -> None:
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        with pytest.raises(RemoteError) as caught:
+            await fetch_blob(network.node("me"), "other", HASH, len(BLOB))
+        assert caught.value.reason == "absent"
+        with pytest.raises(RemoteError, match="none of 2"):
+            await fetch_from_any(network.node("me"), ["other", "other"], HASH, len(BLOB))
+
+    on_a_network(body)
+
+
+def test_a_blob_larger_than_asked_for_is_not_received() -> None:
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        with pytest.raises(CorruptChunk, match="offers"):
+            await fetch_blob(network.node("me"), "holder", HASH, len(BLOB) - 1)
+
+    on_a_network(body)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (reply(3), b"bad"),
+        (reply(3), b"ba"),
+        (reply(3), b"baad"),
+        (reply(3), b""),
+        (b"\xc1",),
+        (reply(2**50),),
+        (reply(0, "because"),),
+        (msgspec.msgpack.encode({"size": 3}),),
+    ],
+)
+def test_wrong_answers_are_corrupt_and_the_next_holder_is_asked(frames: tuple[bytes, ...]) -> None:
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        await nursery.start(network.node("liar").serve, names.BLOB, sends(*frames))
+        with pytest.raises(CorruptChunk):
+            await fetch_blob(network.node("me"), "liar", HASH, len(BLOB))
+        assert await fetch_from_any(network.node("me"), ["liar", "holder"], HASH, len(BLOB)) == BLOB
+
+    on_a_network(body)
+
+
+def test_a_transfer_cut_short_goes_on_with_the_next_holder() -> None:
+    offsets: list[int] = []
+
+    async def keeps_count(stream: Stream) -> None:
+        _, offset = msgspec.msgpack.decode(await stream.receive())
+        offsets.append(offset)
+        await stream.send(reply(len(BLOB)))
+        await stream.send(BLOB[offset:])
+
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        cut = sends(reply(len(BLOB)), BLOB[:BLOB_FRAME_BYTES], BLOB[BLOB_FRAME_BYTES : 2 * BLOB_FRAME_BYTES])
+        await nursery.start(network.node("cut").serve, names.BLOB, cut)
+        await nursery.start(network.node("second").serve, names.BLOB, keeps_count)
+        assert await fetch_from_any(network.node("me"), ["cut", "second"], HASH, len(BLOB)) == BLOB
+        assert offsets == [2 * BLOB_FRAME_BYTES]
+
+    on_a_network(body)
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_a_poisoned_beginning_does_not_spoil_the_next_holder(frames: int) -> None:
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        poison = sends(reply(9 * BLOB_FRAME_BYTES), *[bytes(BLOB_FRAME_BYTES)] * frames)
+        await nursery.start(network.node("poison").serve, names.BLOB, poison)
+        fetched = await fetch_from_any(network.node("me"), ["poison", "holder"], HASH, 9 * BLOB_FRAME_BYTES)
+        assert fetched == BLOB
+
+    on_a_network(body)
+
+
+def test_a_silent_peer_costs_its_deadline_only() -> None:
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        await nursery.start(network.node("silent").serve, names.BLOB, sends(reply(len(BLOB)), then_wait=True))
+        with pytest.raises(Unreachable, match="sent nothing"):
+            await fetch_blob(network.node("me"), "silent", HASH, len(BLOB), timeout_s=0.05)
+        peers = ["silent", "nobody", "holder"]
+        assert await fetch_from_any(network.node("me"), peers, HASH, len(BLOB), timeout_s=0.05) == BLOB
+
+    on_a_network(body)
+
+
+def test_without_holders_it_is_unreachable() -> None:
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        for peers in ([], ["nobody"], ["nobody", "other"]):
+            with pytest.raises(Unreachable):
+                await fetch_from_any(network.node("me"), peers, HASH, len(BLOB))
+
+    on_a_network(body)
+
+
+@pytest.mark.parametrize("request_frame", [b"", b"\xc1" * 9, msgspec.msgpack.encode((b"short", 0)), b"x" * 5000])
+def test_hostile_requests_are_refused_and_the_server_goes_on(request_frame: bytes) -> None:
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        async with network.node("me").open("holder", names.BLOB) as stream:
+            await stream.send(request_frame)
+            if len(request_frame) < 1000:
+                assert msgspec.msgpack.decode(await stream.receive()) == [0, "malformed"]
+        async with network.node("me").open("holder", names.BLOB) as stream:
+            await stream.send(msgspec.msgpack.encode((HASH, len(BLOB) + 1)))
+            assert msgspec.msgpack.decode(await stream.receive()) == [len(BLOB), "offset"]
+            await stream.send(msgspec.msgpack.encode((HASH, len(BLOB) - 2)))
+            assert msgspec.msgpack.decode(await stream.receive()) == [len(BLOB), None]
+            assert await stream.receive() == BLOB[-2:]
+        assert await fetch_blob(network.node("me"), "holder", HASH, len(BLOB)) == BLOB
+
+    on_a_network(body)
+
+
+def test_a_peer_that_leaves_in_mid_transfer_ends_nothing_else() -> None:
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        async with network.node("me").open("holder", names.BLOB) as stream:
+            await stream.send(msgspec.msgpack.encode((HASH, 0)))
+            await stream.receive()
+        assert await fetch_blob(network.node("me"), "holder", HASH, len(BLOB)) == BLOB
+
+    on_a_network(body)

@@ -1,0 +1,588 @@
+"""Chains of one, two and three peers over the in-memory network: the same tokens, or one typed error."""
+
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import numpy as np
+import pytest
+import trio
+import trio.lowlevel
+import trio.testing
+
+from echo_p2p.chain.driver import ChainDriver, open_chain
+from echo_p2p.chain.group import GroupRequest
+from echo_p2p.chain.host import StageHost
+from echo_p2p.chain.link import ChainBroken, ChainLimits
+from echo_p2p.chain.memory_stage import MemoryStage, MemoryWeights
+from echo_p2p.chain.ring import Ring
+from echo_p2p.chain.server import Allow, ChainServer, allow_everybody
+from echo_p2p.chain.stage import TensorUpdate
+from echo_p2p.errors import ChainError, WeightsError
+from echo_p2p.net.base import Stream, StreamHandler
+from echo_p2p.net.memory import MemoryNetwork
+from echo_protocols import names
+from echo_protocols.hop import BeginLane, Failure, Forward, Open, decode, encode
+from echo_protocols.peer import Stop
+from echo_protocols.rollout import Sample, Segment
+from echo_protocols.run import Sampling
+from echo_protocols.values import PolicyVersion, Span
+
+LAYERS = 6
+PEERS = tuple(letter * 44 for letter in "ABC")
+OUTSIDER = "Z" * 44
+V0, V1, V2, V9 = (PolicyVersion(epoch=0, step=step) for step in (0, 1, 2, 9))
+SPLITS = {1: (6,), 2: (2, 6), 3: (2, 3, 6)}
+LIMITS = ChainLimits(lanes=8, rows=16, positions=256, hop_timeout_s=0.4, open_timeout_s=0.4, beat_s=5.0)
+
+
+def releases() -> Mapping[PolicyVersion, Mapping[str, TensorUpdate]]:
+    whole = MemoryStage(Span(start=0, end=LAYERS, layers=LAYERS))
+    other = MemoryStage(Span(start=0, end=LAYERS, layers=LAYERS), seed=2)
+    change = {name: TensorUpdate(index=None, values=bits) for name, bits in other.tensors().items()}
+    back = {name: TensorUpdate(index=None, values=bits) for name, bits in whole.tensors().items()}
+    return {V1: change, V2: back}
+
+
+def request(
+    number: int = 0, *, samples: int = 4, length: int = 12, stop: frozenset[int] = frozenset({3})
+) -> GroupRequest:
+    return GroupRequest(
+        group_id=b"group %d" % number,
+        run_seed=b"seed",
+        prompt=tuple(1 + (number + i) % 7 for i in range(3 + number % 4)),
+        samples=samples,
+        sampling=Sampling(max_new_tokens=length),
+        stop_tokens=stop,
+    )
+
+
+class Faulty(MemoryStage):
+    """A stage whose `forward` number `at` runs `action` first."""
+
+    def __init__(self, span: Span, at: int, action: Callable[[], None]) -> None:
+        super().__init__(span)
+        self._left = at
+        self._action = action
+
+    def forward(self, lane, rows, positions, inputs):  # type: ignore[no-untyped-def]
+        self._left -= 1
+        if self._left == 0:
+            self._action()
+        return super().forward(lane, rows, positions, inputs)
+
+
+@dataclass
+class Swarm:
+    network: MemoryNetwork
+    route: tuple[Stop, ...]
+    hosts: list[StageHost] = field(default_factory=list)
+    servers: list[ChainServer] = field(default_factory=list)
+    scopes: list[trio.CancelScope] = field(default_factory=list)
+
+    def open(self, lanes: int = 0) -> ChainDriver:
+        return open_chain(Ring(route=self.route, run_id=bytes(32), lanes=lanes), self.hosts[0], self.servers[0])
+
+    def stage(self, place: int) -> MemoryStage:
+        stage = self.hosts[place].stage
+        assert isinstance(stage, MemoryStage)
+        return stage
+
+
+@asynccontextmanager
+async def swarm(
+    stops: int,
+    *,
+    stages: Mapping[int, MemoryStage] | None = None,
+    versions: Mapping[int, PolicyVersion] | None = None,
+    limits: ChainLimits = LIMITS,
+    allow: Allow = allow_everybody,
+) -> AsyncIterator[Swarm]:
+    """Peers that serve their spans, each in a scope of its own."""
+    starts = (0, *SPLITS[stops][:-1])
+    spans = [Span(start=a, end=b, layers=LAYERS) for a, b in zip(starts, SPLITS[stops], strict=True)]
+    found = Swarm(MemoryNetwork(), tuple(Stop(peer=p, span=s) for p, s in zip(PEERS, spans, strict=False)))
+    async with trio.open_nursery() as nursery:
+        for place, stop in enumerate(found.route):
+            stage = (stages or {}).get(place) or MemoryStage(stop.span)
+            version = (versions or {}).get(place, V0)
+            host = StageHost(stop.peer, stage, MemoryWeights(releases()), version, limits=limits)
+            server = ChainServer(found.network.node(stop.peer), host, allow)
+            found.hosts.append(host)
+            found.servers.append(server)
+            found.scopes.append(await nursery.start(serve_in_scope, server))
+        yield found
+        nursery.cancel_scope.cancel()
+
+
+async def serve_in_scope(
+    server: ChainServer, task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED
+) -> None:
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(server.serve)
+            task_status.started(scope)
+
+
+async def answers(driver: ChainDriver, *requests: GroupRequest) -> list[tuple[Sample, ...]]:
+    """All groups at once, in the order of the requests."""
+    results: list[tuple[Sample, ...]] = [()] * len(requests)
+
+    async def one(place: int) -> None:
+        results[place] = await driver.generate(requests[place])
+
+    async with trio.open_nursery() as nursery:
+        for place in range(len(requests)):
+            nursery.start_soon(one, place)
+    return results
+
+
+def whole_answers(count: int = 6) -> list[tuple[Sample, ...]]:
+    """What a chain of one makes of the first requests, one after the other."""
+
+    async def main() -> list[tuple[Sample, ...]]:
+        async with swarm(1) as peers, peers.open() as driver:
+            return [await driver.generate(request(number)) for number in range(count)]
+
+    return trio.run(main)
+
+
+@pytest.mark.parametrize("stops", [1, 2, 3])
+def test_a_chain_draws_what_the_whole_model_draws(stops: int) -> None:
+    async def main() -> None:
+        async with swarm(stops) as peers, peers.open() as driver:
+            assert [await driver.generate(request(number)) for number in range(6)] == whole
+            assert driver.statistics.groups == 6
+            assert driver.statistics.tokens == sum(len(sample.tokens) for group in whole for sample in group)
+        assert not any(peers.stage(place).lanes for place in range(stops))
+
+    whole = whole_answers()
+    assert {sample.finish for group in whole for sample in group} == {"stop", "length"}
+    trio.run(main)
+
+
+@pytest.mark.parametrize("stops", [1, 2, 3])
+def test_interleaved_lanes_draw_what_sequential_ones_draw(stops: int) -> None:
+    async def main() -> None:
+        async with swarm(stops) as peers, peers.open(lanes=3) as driver:
+            assert await answers(driver, *map(request, range(6))) == whole
+
+    whole = whole_answers()
+    trio.run(main)
+
+
+def test_a_stop_token_is_part_of_its_answer() -> None:
+    async def main() -> None:
+        async with swarm(2) as peers, peers.open() as driver:
+            group = await driver.generate(request(length=40, samples=8))
+        for sample in group:
+            assert (sample.tokens[-1] == 3) == (sample.finish == "stop")
+            assert 3 not in sample.tokens[:-1]
+            assert len(sample.tokens) == len(sample.logprobs) <= 40
+            assert all(logprob <= 0.0 for logprob in sample.logprobs)
+
+    trio.run(main)
+
+
+def test_lanes_in_flight_are_bounded() -> None:
+    async def main() -> None:
+        most = 0
+
+        def watch() -> None:
+            nonlocal most
+            most = max(most, len(stage.lanes))
+
+        stage = MemoryStage(Span(start=2, end=6, layers=LAYERS))
+        async with swarm(2, stages={1: stage}) as peers, peers.open(lanes=2) as driver, trio.open_nursery() as nursery:
+            for number in range(8):
+                nursery.start_soon(driver.generate, request(number))
+            while driver.statistics.groups < 8:
+                watch()
+                await trio.lowlevel.checkpoint()
+        assert 1 <= most <= 3  # one more may wait to be freed by the next step
+
+    trio.run(main)
+
+
+def switching_answers(stops: int) -> list[tuple[Sample, ...]]:
+    """Two groups with a switch to V1 when the first has done five steps."""
+
+    async def main() -> list[tuple[Sample, ...]]:
+        async with swarm(stops) as peers, peers.open(lanes=1) as driver:
+            results: list[tuple[Sample, ...]] = []
+
+            async def generate() -> None:
+                results.append(await driver.generate(request(0, stop=frozenset(), length=40)))
+                results.append(await driver.generate(request(1, stop=frozenset(), length=10)))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(generate)
+                while driver.statistics.steps < 5:
+                    await trio.lowlevel.checkpoint()
+                await driver.switch(V1, timeout_s=5)
+            assert {host.version for host in peers.hosts} == {driver.version} == {V1}
+            return results
+
+    return trio.run(main)
+
+
+@pytest.mark.parametrize("stops", [1, 2, 3])
+def test_a_switch_in_mid_generation_marks_one_boundary_for_all_stages(stops: int) -> None:
+    first, second = switching_answers(stops)
+    boundary = first[0].segments[1].start
+    assert 0 < boundary < 40
+    for sample in first:
+        assert [(segment.start, segment.version) for segment in sample.segments] == [(0, V0), (boundary, V1)]
+    for sample in second:
+        assert [(segment.start, segment.version) for segment in sample.segments] == [(0, V1)]
+    assert replay(boundary) == first
+
+
+def replay(boundary: int) -> tuple[Sample, ...]:
+    """The same group from one stage whose weights change exactly before token `boundary`."""
+
+    class Changing(MemoryStage):
+        steps = 0
+
+        def forward(self, lane, rows, positions, inputs):  # type: ignore[no-untyped-def]
+            if self.steps == boundary:
+                self.apply(releases()[V1])
+            self.steps += 1
+            return super().forward(lane, rows, positions, inputs)
+
+    async def main() -> tuple[Sample, ...]:
+        async with swarm(1, stages={0: Changing(Span(start=0, end=6, layers=6))}) as peers, peers.open() as driver:
+            return await driver.generate(request(0, stop=frozenset(), length=40))
+
+    segments = (Segment(start=0, version=V0), Segment(start=boundary, version=V1))
+    return tuple(msgspec.structs.replace(sample, segments=segments) for sample in trio.run(main))
+
+
+def test_a_version_that_a_stage_cannot_stage_leaves_the_chain_as_it_was() -> None:
+    async def main() -> None:
+        async with swarm(3) as peers, peers.open() as driver:
+            peers.hosts[1]._weights = MemoryWeights({V2: releases()[V2]})
+            with pytest.raises(WeightsError, match=PEERS[1]):
+                await driver.switch(V1, timeout_s=5)
+            assert {host.version for host in peers.hosts} == {V0}
+            assert [await driver.generate(request(number)) for number in range(2)] == whole
+            await driver.switch(V2, timeout_s=5)
+            await driver.generate(request())
+            assert {host.version for host in peers.hosts} == {V2}
+
+    whole = whole_answers(2)
+    trio.run(main)
+
+
+def test_a_version_never_goes_back() -> None:
+    async def main() -> None:
+        async with swarm(2) as peers, peers.open() as driver:
+            await driver.switch(V1, timeout_s=5)
+            await driver.switch(V1, timeout_s=5)
+            with pytest.raises(WeightsError, match="only grow"):
+                await driver.switch(V0, timeout_s=5)
+            assert driver.version == V1
+
+    trio.run(main)
+
+
+def test_stages_that_disagree_on_the_version_compute_nothing_together() -> None:
+    async def main() -> None:
+        async with swarm(3, versions={1: V1}) as peers, peers.open() as driver:
+            assert driver.versions == (V0, V1, V0)
+            with pytest.raises(ChainError, match="version"):
+                await driver.generate(request())
+            assert peers.hosts[2].statistics.steps == 0
+
+    trio.run(main)
+
+
+def test_a_switch_brings_stages_together_that_were_apart() -> None:
+    async def main() -> None:
+        async with swarm(3, versions={0: V1, 2: V0}) as peers, peers.open() as driver:
+            await driver.switch(V2, timeout_s=5)
+            group = await driver.generate(request())
+            assert {segment.version for sample in group for segment in sample.segments} == {V2}
+
+    trio.run(main)
+
+
+def wait_for(event: threading.Event) -> None:
+    event.wait(30)
+
+
+def raise_error() -> None:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(("stops", "place"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+@pytest.mark.parametrize("fault", ["raises", "stalls"])
+def test_a_stage_that_fails_ends_the_chain_with_its_reason(stops: int, place: int, fault: str) -> None:
+    released = threading.Event()
+
+    async def main() -> None:
+        action: Callable[[], None] = raise_error if fault == "raises" else partial(wait_for, released)
+        span = Span(start=(0, *SPLITS[stops])[place], end=SPLITS[stops][place], layers=LAYERS)
+        async with swarm(stops, stages={place: Faulty(span, 7, action)}) as peers, peers.open(lanes=2) as driver:
+            reasons = await failures(driver, request(0), request(1), request(2))
+            assert reasons == [("engine" if fault == "raises" else "stalled", PEERS[place])] * 3
+            assert driver.failed.is_set()
+            with pytest.raises(ChainError):
+                await driver.generate(request(3))
+            with pytest.raises(ChainError):
+                await driver.switch(V1, timeout_s=1)
+            released.set()
+
+    try:
+        with_deadline(main)
+    finally:
+        released.set()
+
+
+async def failures(driver: ChainDriver, *requests: GroupRequest) -> list[tuple[str, str | None]]:
+    """Reason and peer of the ChainError that each of the groups ends in."""
+    reasons: list[tuple[str, str | None]] = []
+
+    async def one(asked: GroupRequest) -> None:
+        with pytest.raises(ChainBroken) as caught:
+            await driver.generate(asked)
+        reasons.append((caught.value.failure.reason, caught.value.failure.peer))
+
+    async with trio.open_nursery() as nursery:
+        for asked in requests:
+            nursery.start_soon(one, asked)
+    return reasons
+
+
+def with_deadline(main: Callable[[], object], seconds: float = 5.0) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(seconds):
+            await main()  # type: ignore[misc]
+
+    trio.run(bounded)
+
+
+@pytest.mark.parametrize(("stops", "place"), [(2, 1), (3, 1), (3, 2)])
+def test_a_peer_that_disappears_ends_the_chain_and_frees_its_lanes(stops: int, place: int) -> None:
+    async def main() -> None:
+        async with swarm(stops) as peers, peers.open(lanes=2) as driver:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(failures, driver, request(0, length=200, stop=frozenset()))
+                while driver.statistics.steps < 3:
+                    await trio.lowlevel.checkpoint()
+                peers.network.split([PEERS[place]])
+                await driver.failed.wait()
+            while any(peers.stage(other).lanes for other in range(1, stops)):
+                await trio.lowlevel.checkpoint()
+
+    with_deadline(main)
+
+
+def deaf_last_stage(peers: Swarm) -> StreamHandler:
+    """Closes the ring as a last stage does, and then neither computes nor answers."""
+
+    async def handle(stream: Stream) -> None:
+        chain, opening = decode(await stream.receive())
+        assert isinstance(opening, Open)
+        whole = msgspec.structs.replace(opening, versions=(V0, V0), engines=("a", "b"))
+        async with peers.network.node(PEERS[1]).open(PEERS[0], names.HOP) as last:
+            await last.send(*encode(chain, whole))
+            await trio.sleep_forever()
+
+    return handle
+
+
+def test_a_silent_peer_is_noticed_while_no_group_is_in_flight() -> None:
+    async def main() -> None:
+        async with swarm(2) as peers:
+            peers.scopes[1].cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            async with trio.open_nursery() as nursery:
+                await nursery.start(peers.network.node(PEERS[1]).serve, names.HOP, deaf_last_stage(peers))
+                async with peers.open() as driver:
+                    started = trio.current_time()
+                    await driver.failed.wait()
+                    assert trio.current_time() - started < 10
+                    assert isinstance(driver.fault, ChainBroken)
+                    assert driver.fault.failure.reason == "silent"
+                nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.05))
+
+
+def test_a_silent_peer_ends_a_group_within_the_deadline() -> None:
+    async def main() -> None:
+        async with swarm(2) as peers:
+            peers.scopes[1].cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            async with trio.open_nursery() as nursery:
+                await nursery.start(peers.network.node(PEERS[1]).serve, names.HOP, deaf_last_stage(peers))
+                async with peers.open() as driver:
+                    assert await failures(driver, request()) == [("silent", None)]
+                nursery.cancel_scope.cancel()
+
+    with_deadline(main)
+
+
+def test_a_chain_is_whole_again_after_it_is_opened_anew() -> None:
+    async def main() -> None:
+        async with swarm(3) as peers:
+            async with peers.open() as driver:
+                peers.network.split([PEERS[1]])
+                await driver.failed.wait()
+            with pytest.raises(ChainError, match="unreachable"):
+                async with peers.open():
+                    raise AssertionError("a ring can't close over a partition")
+            peers.network.heal()
+            async with peers.open() as driver:
+                assert [await driver.generate(request(number)) for number in range(2)] == whole
+
+    whole = whole_answers(2)
+    with_deadline(main)
+
+
+def test_a_newer_chain_takes_the_place_of_an_older() -> None:
+    async def main() -> None:
+        async with swarm(2) as peers, peers.open() as older, peers.open() as newer:
+            await older.failed.wait()
+            assert "superseded" in str(older.fault)
+            assert [await newer.generate(request(number)) for number in range(2)] == whole
+
+    whole = whole_answers(2)
+    with_deadline(main)
+
+
+def test_a_cancelled_group_leaves_the_others_alone() -> None:
+    async def main() -> None:
+        async with swarm(3) as peers, peers.open(lanes=3) as driver:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(driver.generate, request(9, length=200, stop=frozenset()))
+                while driver.statistics.steps < 3:
+                    await trio.lowlevel.checkpoint()
+                nursery.cancel_scope.cancel()
+            assert await answers(driver, *map(request, range(3))) == whole
+            assert driver.statistics.lanes == 0
+        assert not any(peers.stage(place).lanes for place in range(3))
+
+    whole = whole_answers(3)
+    with_deadline(main)
+
+
+def test_a_stage_may_refuse_a_chain_and_says_why() -> None:
+    async def main() -> None:
+        async with swarm(3, allow=lambda peer, opening: "plan 0 is over") as peers:
+            with pytest.raises(ChainError, match="plan 0 is over"):
+                async with peers.open():
+                    raise AssertionError("refused chains do not open")
+            assert peers.hosts[1].statistics.refused == {"not-allowed": 1}
+            with pytest.raises(ChainError, match="8 lanes"):
+                peers.open(lanes=9)
+
+    with_deadline(main)
+
+
+CHAIN = bytes(range(16))
+
+
+def opening(peers: Swarm) -> Open:
+    return Open(route=peers.route, run_id=bytes(32), plan=0, lanes=2)
+
+
+def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
+    """What a predecessor may send to the second of three stops, by what is wrong: the reason, and the frames."""
+
+    def forward(**changes: object) -> bytes:
+        frame = Forward(
+            lane=1,
+            step=0,
+            version=V0,
+            length=1,
+            width=16,
+            rows=np.arange(2, dtype="<i4").tobytes(),
+            positions=np.zeros(2, "<i4").tobytes(),
+            payload=np.ones((2, 1, 16), "<f4").tobytes(),
+        )
+        return b"".join(encode(CHAIN, msgspec.structs.replace(frame, **changes)))
+
+    def begin(rows: int = 2, positions: int = 4) -> bytes:
+        order = BeginLane(lane=1, group_id=b"g", run_seed=b"s", sampling=Sampling(), rows=rows, positions=positions)
+        return b"".join(encode(CHAIN, order))
+
+    first = b"".join(encode(CHAIN, opening(peers)))
+    other = bytes(16)
+    wrong_span = msgspec.structs.replace(peers.route[1], span=Span(start=2, end=4, layers=6))
+    last = msgspec.structs.replace(peers.route[2], span=Span(start=4, end=6, layers=6))
+    spans = msgspec.structs.replace(opening(peers), route=(peers.route[0], wrong_span, last))
+    return {
+        "garbage": ("bad-frame", [b"not a frame"]),
+        "empty": ("bad-frame", [b""]),
+        "no open": ("not-open", [begin()]),
+        "other span": ("wrong-span", [b"".join(encode(CHAIN, spans))]),
+        "garbage later": ("bad-frame", [first, b"eh" + bytes(30)]),
+        "second open": ("bad-frame", [first, first]),
+        "other chain": ("wrong-chain", [first, b"".join(encode(other, begin_order()))]),
+        "unknown lane": ("bad-lane", [first, forward()]),
+        "lane twice": ("bad-lane", [first, begin(), begin()]),
+        "rows": ("lane-too-large", [first, begin(rows=17)]),
+        "positions": ("lane-too-large", [first, begin(positions=257)]),
+        "other rows": ("bad-rows", [first, begin(), forward(rows=np.array([0, 2], "<i4").tobytes())]),
+        "same row": ("bad-rows", [first, begin(), forward(rows=np.array([1, 1], "<i4").tobytes())]),
+        "negative row": ("bad-rows", [first, begin(), forward(rows=np.array([-1, 1], "<i4").tobytes())]),
+        "position": ("bad-rows", [first, begin(), forward(positions=np.array([0, 1], "<i4").tobytes())]),
+        "step": ("bad-rows", [first, begin(), forward(step=1)]),
+        "too long": ("bad-rows", [first, begin(positions=1), forward(length=2, width=8)]),
+        "version": ("version", [first, begin(), forward(version=V9)]),
+        "width": ("engine", [first, begin(), forward(width=8, payload=bytes(64))]),
+    }
+
+
+def begin_order() -> BeginLane:
+    return BeginLane(lane=1, group_id=b"g", run_seed=b"s", sampling=Sampling(), rows=2, positions=4)
+
+
+def test_hostile_input_ends_its_stream_with_a_counted_reason_and_nothing_else() -> None:
+    async def main() -> None:
+        async with swarm(3) as peers:
+            predecessor = peers.network.node(PEERS[0])
+            for name, (reason, frames) in hostile_frames(peers).items():
+                peers.servers[0].expect(CHAIN, read_to_end)
+                before = peers.hosts[1].statistics.refused.get(reason, 0)
+                async with predecessor.open(PEERS[1], names.HOP) as stream:
+                    for data in frames:
+                        await stream.send(data)
+                    _, frame = decode(await stream.receive())
+                    assert isinstance(frame, Failure), name
+                    assert frame.reason == reason, name
+                while peers.hosts[1].statistics.refused.get(reason, 0) == before:
+                    await trio.lowlevel.checkpoint()
+            assert not peers.stage(1).lanes
+            async with peers.open() as driver:
+                assert await driver.generate(request(0)) == whole[0]
+
+    async def read_to_end(stream: Stream, opened: Open) -> None:
+        while True:
+            await stream.receive()
+
+    whole = whole_answers(1)
+    with_deadline(main)
+
+
+def test_only_the_predecessor_may_feed_a_stage() -> None:
+    async def main() -> None:
+        async with swarm(3) as peers:
+            for peer, place, reason in [
+                (OUTSIDER, 1, "not-predecessor"),
+                (PEERS[1], 0, "not-predecessor"),
+                (PEERS[2], 0, "unknown-chain"),
+            ]:
+                async with peers.network.node(peer).open(PEERS[place], names.HOP) as stream:
+                    await stream.send(*encode(CHAIN, opening(peers)))
+                    _, frame = decode(await stream.receive())
+                    assert isinstance(frame, Failure)
+                    assert frame.reason == reason
+                assert peers.hosts[place].statistics.refused[reason] == 1
+
+    with_deadline(main)

@@ -1,0 +1,526 @@
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from echo_p2p.chain.stage import Weights
+from echo_p2p.errors import BaseMismatch, CorruptChunk, Unreachable, WeightsError
+from echo_p2p.net.blobs import fetch_from_any, serve_blobs
+from echo_p2p.net.memory import MemoryNetwork
+from echo_p2p.tensors import Bits, TensorUpdate, updated
+from echo_p2p.weights.codec import content_hash, encode_patch
+from echo_p2p.weights.fetch import Replica
+from echo_p2p.weights.publish import Publisher
+from echo_p2p.weights.route import cheapest, step_of
+from echo_p2p.weights.staged import MAX_STAGED
+from echo_p2p.weights.store import Store
+from echo_protocols.release import Chunk, Release, part_of, parts_of, policy_hash
+from echo_protocols.values import PolicyVersion, Span
+
+LAYERS = 4
+WHOLE, LOW, HIGH = (Span(start=a, end=b, layers=LAYERS) for a, b in ((0, 4), (0, 2), (2, 4)))
+RELEASE_MAX_BYTES = 2**20
+
+
+def v(step: int, epoch: int = 0) -> PolicyVersion:
+    return PolicyVersion(epoch=epoch, step=step)
+
+
+def make_tensors(seed: int = 0) -> dict[str, Bits]:
+    random = np.random.default_rng(seed)
+    shapes = {"model.embed_tokens.weight": (50, 8), "model.norm.weight": (8,), "lm_head.weight": (50, 8)}
+    for layer in range(LAYERS):
+        shapes[f"model.layers.{layer}.mlp.weight"] = (40, 50)
+        shapes[f"model.layers.{layer}.norm.weight"] = (8,)
+    return {name: random.integers(0, 0xFFFF, shape, dtype=np.uint16) for name, shape in shapes.items()}
+
+
+def nudged(tensors: Mapping[str, Bits], seed: int, share: float = 0.02) -> dict[str, Bits]:
+    random = np.random.default_rng(seed)
+    return {name: bits + (random.random(bits.shape) < share).astype(np.uint16) for name, bits in tensors.items()}
+
+
+def of_span(tensors: Mapping[str, Bits], span: Span) -> dict[str, Bits]:
+    parts = parts_of(span, tied=False)
+    return {name: bits.copy() for name, bits in tensors.items() if part_of(name) in parts}
+
+
+class ArrayStage:
+    """The weights of a stage, and nothing else."""
+
+    def __init__(self, tensors: Mapping[str, Bits]) -> None:
+        self.tensors = dict(tensors)
+        self.applications = 0
+
+    def apply(self, updates: Mapping[str, TensorUpdate]) -> None:
+        self.applications += 1
+        for name, update in updates.items():
+            self.tensors[name] = updated(self.tensors[name], update)
+
+
+class Trainer:
+    """Publishes into a store and keeps what every version looked like."""
+
+    def __init__(self, store: Store, publisher: Publisher | None = None) -> None:
+        self.store = store
+        self.publisher = publisher or Publisher(store, snapshot_every=8, keep=32)
+        self.history: dict[PolicyVersion, dict[str, Bits]] = {}
+        self.releases: list[Release] = []
+
+    def publish(self, version: PolicyVersion, tensors: dict[str, Bits], **more: PolicyVersion) -> Release:
+        release = self.publisher.publish(version, tensors, continues=more.get("continues"))
+        self.publisher.sealed(self.store.put(msgspec.msgpack.encode(release)))
+        self.history[version] = tensors
+        self.releases.append(release)
+        return release
+
+    def train(self, steps: int) -> Release:
+        for _ in range(steps):
+            last = self.releases[-1].version
+            step = last.step + 1
+            self.publish(v(step, last.epoch), nudged(self.history[last], seed=step))
+        return self.releases[-1]
+
+    async def lookup(self, hash: bytes) -> Release:
+        blob = self.store.get(hash)
+        if blob is None:
+            raise WeightsError("the sealed release is gone")
+        return msgspec.msgpack.decode(blob, type=Release)
+
+    async def fetch(self, chunk: Chunk) -> bytes:
+        blob = self.store.get(chunk.hash)
+        if blob is None:
+            raise WeightsError("the chunk is gone")
+        return blob
+
+
+def start(folder: Path, **settings: int) -> Trainer:
+    """A trainer whose version 0.0 is the initial model."""
+    store = Store(folder / "trainer", 2**26)
+    publisher = Publisher(store, **settings) if settings else None
+    trainer = Trainer(store, publisher)
+    trainer.publish(v(0), make_tensors())
+    return trainer
+
+
+def make_replica(folder: Path, span: Span = WHOLE, tensors: Mapping[str, Bits] | None = None) -> Replica:
+    store = Store(folder / f"peer-{span.start}-{span.end}", 2**26)
+    return Replica(span, tied=False, initial=of_span(tensors or make_tensors(), span), store=store)
+
+
+async def follow(replica: Replica, trainer: Trainer, stage: ArrayStage, release: Release | None = None) -> None:
+    release = release or trainer.releases[-1]
+    await replica.stage(release, trainer.lookup, trainer.fetch)
+    replica.switch(release.version, stage)
+
+
+def agrees(stage: ArrayStage, trainer: Trainer, span: Span = WHOLE) -> bool:
+    wanted = of_span(trainer.history[trainer.releases[-1].version], span)
+    return content_hash(stage.tensors) == content_hash(wanted)
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with trio.fail_after(30):
+            await body()
+
+    trio.run(main)
+
+
+class Peer:
+    """A replica on a network: asks the other peers, then the trainer, and serves what it has."""
+
+    def __init__(self, network: MemoryNetwork, name: str, folder: Path, span: Span, holders: list[str]) -> None:
+        self.name, self.span = name, span
+        self.store = Store(folder / name, 2**26)
+        self.streams = network.node(name)
+        self.replica = Replica(span, tied=False, initial=of_span(make_tensors(), span), store=self.store)
+        self.stage = ArrayStage(of_span(make_tensors(), span))
+        self.holders = holders
+
+    async def lookup(self, hash: bytes) -> Release:
+        blob = await fetch_from_any(self.streams, self.holders, hash, RELEASE_MAX_BYTES)
+        return msgspec.msgpack.decode(blob, type=Release)
+
+    async def fetch(self, chunk: Chunk) -> bytes:
+        return await fetch_from_any(self.streams, self.holders, chunk.hash, chunk.size_bytes)
+
+    async def follow(self, trainer: Trainer) -> None:
+        release = trainer.releases[-1]
+        await self.replica.stage(release, self.lookup, self.fetch)
+        await self.replica.prepare(release.version)
+        self.replica.switch(release.version, self.stage)
+        assert agrees(self.stage, trainer, self.span)
+
+
+def test_three_peers_follow_thirty_versions_through_absence_corruption_and_a_new_epoch(tmp_path: Path) -> None:
+    corrupt_served: list[bytes] = []
+
+    async def body() -> None:
+        network = MemoryNetwork()
+        trainer = start(tmp_path)
+
+        def corrupt_once(hash: bytes) -> bytes | None:
+            blob = trainer.store.get(hash)
+            if trainer.releases[-1].version.step == 15 and not corrupt_served and blob:
+                corrupt_served.append(hash)
+                return blob[:-1] + bytes([blob[-1] ^ 1])
+            return blob
+
+        peers = [
+            Peer(network, "whole", tmp_path, WHOLE, ["trainer"]),
+            Peer(network, "low", tmp_path, LOW, ["whole", "trainer"]),
+            Peer(network, "high", tmp_path, HIGH, ["whole", "low", "trainer"]),
+        ]
+        joins_at, away = {"whole": 0, "low": 4, "high": 11}, {"whole": range(16, 28)}
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve_blobs, network.node("trainer"), corrupt_once)
+            for peer in peers:
+                await nursery.start(serve_blobs, peer.streams, peer.store.get)
+            for step in range(31):
+                if step:
+                    trainer.train(1)
+                for peer in peers:
+                    if step >= joins_at[peer.name] and step not in away.get(peer.name, ()):
+                        await _retried(peer, trainer)
+            trainer.publish(v(27, epoch=1), trainer.history[v(27)], continues=v(27))
+            trainer.train(2)
+            for peer in peers:
+                await peer.follow(trainer)
+            nursery.cancel_scope.cancel()
+        whole, low, _ = (peer.replica.statistics() for peer in peers)
+        assert corrupt_served
+        assert whole.mismatches == low.mismatches == 0
+        assert whole.staged == 31 - 12 + 1
+        assert whole.chunks_fetched > 0
+
+    run(body)
+
+
+async def _retried(peer: Peer, trainer: Trainer) -> None:
+    """As a node does it: a release that could not be had is tried again."""
+    try:
+        await peer.follow(trainer)
+    except Unreachable:
+        await peer.follow(trainer)
+
+
+def test_the_initial_weights_cost_nothing(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica, stage = start(tmp_path), make_replica(tmp_path), ArrayStage(make_tensors())
+        await follow(replica, trainer, stage)
+        assert replica.statistics().chunks_fetched == 0
+        assert stage.applications == 0
+        assert replica.applied == v(0)
+
+    run(body)
+
+
+def test_a_late_peer_takes_patches_when_they_are_cheaper_and_the_snapshot_when_that_is(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer = start(tmp_path)
+        trainer.train(3)
+        replica, stage = make_replica(tmp_path), ArrayStage(make_tensors())
+        await follow(replica, trainer, stage)
+        assert agrees(stage, trainer)
+        assert replica.statistics().snapshots == 0
+        assert replica.statistics().bytes_fetched == sum(release.patch_bytes for release in trainer.releases)
+        stranger = make_replica(tmp_path / "stranger", tensors=make_tensors(seed=9))
+        stage = ArrayStage(make_tensors(seed=9))
+        await follow(stranger, trainer, stage)
+        assert agrees(stage, trainer)
+        assert stranger.statistics().snapshots == LAYERS + 2
+
+    run(body)
+
+
+def test_a_span_fetches_only_its_parts(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer = start(tmp_path)
+        release = trainer.train(1)
+        replica, stage = make_replica(tmp_path, LOW), ArrayStage(of_span(make_tensors(), LOW))
+        await follow(replica, trainer, stage)
+        mine = [chunk for chunk in release.patch if chunk.part in parts_of(LOW, tied=False)]
+        assert replica.statistics().bytes_fetched == sum(chunk.size_bytes for chunk in mine)
+        assert agrees(stage, trainer, LOW)
+
+    run(body)
+
+
+def test_tied_embeddings_are_a_part_of_both_ends(tmp_path: Path) -> None:
+    async def body() -> None:
+        initial = make_tensors()
+        del initial["lm_head.weight"]
+        trainer = Trainer(Store(tmp_path / "trainer", 2**26))
+        trainer.publish(v(0), initial)
+        trainer.train(1)
+        ends = {name: bits for name, bits in initial.items() if part_of(name) in parts_of(HIGH, tied=True)}
+        replica = Replica(HIGH, tied=True, initial=ends, store=Store(tmp_path / "peer", 2**26))
+        stage = ArrayStage(ends)
+        await follow(replica, trainer, stage)
+        assert np.array_equal(
+            stage.tensors["model.embed_tokens.weight"], trainer.history[v(1)]["model.embed_tokens.weight"]
+        )
+
+    run(body)
+
+
+def test_regressed_and_double_versions_are_refused_and_a_new_epoch_is_not(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica, stage = start(tmp_path), make_replica(tmp_path), ArrayStage(make_tensors())
+        trainer.train(2)
+        await follow(replica, trainer, stage)
+        with pytest.raises(WeightsError, match="regressed"):
+            await follow(replica, trainer, stage, trainer.releases[1])
+        await follow(replica, trainer, stage)  # once more is no error
+        rival = start(tmp_path / "rival")
+        rival.train(1)
+        rival.publish(v(2), make_tensors(seed=5))
+        with pytest.raises(WeightsError, match="two releases"):
+            await follow(replica, rival, stage)
+        assert replica.statistics().refused == 2
+        trainer.publish(v(1, epoch=1), trainer.history[v(1)], continues=v(1))
+        await follow(replica, trainer, stage)
+        assert agrees(stage, trainer)
+        assert replica.version == v(1, epoch=1)
+
+    run(body)
+
+
+def with_patch(trainer: Trainer, release: Release, part: str, blob: bytes) -> Release:
+    """The release with another patch for one part, that claims to lead to the same content."""
+    hash = trainer.store.put(blob)
+    patch = tuple(
+        msgspec.structs.replace(chunk, hash=hash, size_bytes=len(blob)) if chunk.part == part else chunk
+        for chunk in release.patch
+    )
+    return msgspec.structs.replace(release, patch=patch)
+
+
+def wrong_patch(trainer: Trainer) -> bytes:
+    base = of_span(trainer.history[trainer.releases[-2].version], Span(start=1, end=2, layers=LAYERS))
+    return encode_patch(base, nudged(base, seed=1234))
+
+
+@pytest.mark.parametrize("blob", [b"no patch at all", None])
+def test_a_patch_that_leads_elsewhere_is_replaced_by_the_snapshot_and_counted(
+    tmp_path: Path, blob: bytes | None
+) -> None:
+    async def body() -> None:
+        trainer = start(tmp_path, snapshot_every=2, keep=4)
+        replica, stage = make_replica(tmp_path), ArrayStage(make_tensors())
+        release = trainer.train(2)
+        bad = with_patch(trainer, release, "layer.1", blob or wrong_patch(trainer))
+        await follow(replica, trainer, stage, trainer.releases[1])
+        await follow(replica, trainer, stage, bad)
+        assert agrees(stage, trainer)
+        assert (replica.statistics().mismatches, replica.statistics().snapshots) == (1, 1)
+
+    run(body)
+
+
+def test_without_a_way_to_the_promised_content_nothing_changes(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica = start(tmp_path), make_replica(tmp_path)
+        stage = ArrayStage(make_tensors())
+        trainer.train(1)
+        await follow(replica, trainer, stage)
+        release = trainer.train(1)
+        forged = {chunk.part: bytes(32) for chunk in release.patch}
+        chunks = tuple(msgspec.structs.replace(chunk, result=forged[chunk.part]) for chunk in release.patch)
+        bad = msgspec.structs.replace(release, patch=chunks, snapshot=(), policy_hash=policy_hash(forged))
+        with pytest.raises(WeightsError):
+            await follow(replica, trainer, stage, bad)
+        assert replica.version == v(1)
+        assert replica.available() == ()
+        await follow(replica, trainer, stage)
+        assert agrees(stage, trainer)
+
+    run(body)
+
+
+def test_a_snapshot_that_leads_elsewhere_is_refused_for_good(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica = start(tmp_path), make_replica(tmp_path, tensors=make_tensors(seed=9))
+        release = trainer.releases[0]
+        swapped = (release.snapshot[1], release.snapshot[0], *release.snapshot[2:])
+        lies = tuple(
+            msgspec.structs.replace(other, part=own.part, result=own.result)
+            for own, other in zip(release.snapshot, swapped, strict=True)
+        )
+        with pytest.raises(BaseMismatch, match="promises"):
+            await replica.stage(msgspec.structs.replace(release, snapshot=lies), trainer.lookup, trainer.fetch)
+        assert replica.version is None
+        assert (replica.statistics().mismatches, replica.statistics().refused) == (2, 1)
+
+    run(body)
+
+
+def test_a_chunk_that_arrives_corrupt_is_asked_for_again_but_not_for_ever(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica = start(tmp_path), make_replica(tmp_path)
+        release = trainer.train(1)
+        asked: list[Chunk] = []
+
+        async def corrupt(chunk: Chunk) -> bytes:
+            asked.append(chunk)
+            blob = await trainer.fetch(chunk)
+            return blob if len(asked) > 1 + 100 * (chunk.part == "head") else bytes(len(blob))
+
+        with pytest.raises(CorruptChunk, match="head"):
+            await replica.stage(release, trainer.lookup, corrupt)
+        assert replica.version is None
+        assert replica.available() == ()
+        assert replica.statistics().corrupt_chunks == 3
+        await replica.stage(release, trainer.lookup, trainer.fetch)
+        assert replica.version == v(1)
+
+    run(body)
+
+
+def test_releases_that_contradict_themselves_are_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica = start(tmp_path, snapshot_every=1, keep=4), make_replica(tmp_path)
+        release = trainer.train(1)
+        change = msgspec.structs.replace
+        for bad in (
+            change(release, policy_hash=bytes(32)),
+            change(release, patch=(*release.patch, release.patch[0])),
+            change(release, snapshot=release.snapshot[1:]),
+            change(release, patch=release.patch[1:], snapshot=()),
+        ):
+            with pytest.raises(WeightsError):
+                await replica.stage(bad, trainer.lookup, trainer.fetch)
+        assert replica.statistics().chunks_fetched == 0
+
+    run(body)
+
+
+def test_a_peer_without_a_way_back_says_why(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer = start(tmp_path)
+        trainer.train(2)
+        replica = make_replica(tmp_path, tensors=make_tensors(seed=9))
+
+        async def lost(hash: bytes) -> Release:
+            raise WeightsError("the sealed release is gone")
+
+        with pytest.raises(WeightsError, match=r"no way leads to embed of 0\.2: the sealed release is gone"):
+            await replica.stage(trainer.releases[-1], lost, trainer.fetch)
+
+    run(body)
+
+
+def test_a_switch_applies_all_that_is_staged_up_to_it_and_staging_is_bounded(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica, stage = start(tmp_path), make_replica(tmp_path), ArrayStage(make_tensors())
+        for _ in range(2 * MAX_STAGED):
+            release = trainer.train(1)
+            await replica.stage(release, trainer.lookup, trainer.fetch)
+        assert len(replica.available()) == MAX_STAGED
+        with pytest.raises(WeightsError, match="not staged"):
+            replica.switch(v(1), stage)
+        earlier = replica.available()[1]
+        replica.switch(earlier, stage)
+        assert content_hash(stage.tensors) == content_hash(trainer.history[earlier])
+        replica.switch(release.version, stage)
+        assert agrees(stage, trainer)
+        assert replica.available() == ()
+        applications = stage.applications
+        replica.switch(release.version, stage)
+        assert stage.applications == applications
+
+    run(body)
+
+
+def test_prepare_waits_for_the_version_and_no_longer_than_its_deadline(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer = start(tmp_path)
+        first, second = trainer.train(1), trainer.train(1)
+        replica = Replica(
+            WHOLE, tied=False, initial=make_tensors(), store=Store(tmp_path / "peer", 2**26), prepare_timeout_s=0.05
+        )
+        weights: Weights = replica
+        with pytest.raises(WeightsError, match="within"):
+            await weights.prepare(v(2))
+        patient = make_replica(tmp_path)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(patient.prepare, v(2))
+            await trio.testing.wait_all_tasks_blocked()
+            await patient.stage(second, trainer.lookup, trainer.fetch)
+        with pytest.raises(WeightsError, match="any more"):
+            await patient.prepare(first.version)
+
+    run(body)
+
+
+def test_the_publisher_pins_what_peers_may_still_need(tmp_path: Path) -> None:
+    trainer = start(tmp_path, snapshot_every=3, keep=4)
+    trainer.train(13)
+    trainer.store.max_bytes = trainer.store.size_bytes
+    trainer.store.put(bytes(60_000))  # takes the place of what is oldest and not pinned
+    kept = trainer.releases[-4:]
+    assert all(chunk.hash in trainer.store for release in kept for chunk in release.patch)
+    snapshots = [release for release in trainer.releases if release.snapshot]
+    assert [release.version.step for release in snapshots] == [0, 3, 6, 9, 12]
+    assert all(chunk.hash in trainer.store for release in snapshots[-2:] for chunk in release.snapshot)
+    assert not any(chunk.hash in trainer.store for chunk in trainer.releases[1].patch)
+    assert {kept[-1].parent_release, kept[-1].snapshot_release} <= trainer.store.hashes()
+
+
+def test_the_publisher_wants_versions_in_order_and_sealed(tmp_path: Path) -> None:
+    trainer = start(tmp_path)
+    with pytest.raises(WeightsError, match="does not follow"):
+        trainer.publisher.publish(v(0), make_tensors())
+    trainer.publisher.publish(v(1), make_tensors())
+    with pytest.raises(WeightsError, match="never sealed"):
+        trainer.publisher.publish(v(2), make_tensors())
+    with pytest.raises(WeightsError, match="publish one first"):
+        Publisher(trainer.store).sealed(bytes(32))
+    with pytest.raises(WeightsError, match="reach back"):
+        Publisher(trainer.store, snapshot_every=9, keep=8)
+
+
+def test_a_restarted_publisher_begins_with_a_snapshot(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica, stage = start(tmp_path), make_replica(tmp_path), ArrayStage(make_tensors())
+        trainer.train(3)
+        await follow(replica, trainer, stage)
+        again = Trainer(Store(tmp_path / "trainer", 2**26))
+        release = again.publish(v(3, epoch=1), trainer.history[v(3)], continues=v(3))
+        assert release.snapshot
+        assert not release.patch
+        fetched = replica.statistics().bytes_fetched
+        await follow(replica, again, stage)
+        assert replica.statistics().bytes_fetched == fetched
+        assert agrees(stage, again)
+
+    run(body)
+
+
+def test_the_walk_goes_on_only_while_it_may_be_cheaper(tmp_path: Path) -> None:
+    trainer = start(tmp_path, snapshot_every=3, keep=8)
+    trainer.train(4)
+    walked = [step_of(release) for release in reversed(trainer.releases)]
+
+    def size(chunk: Chunk) -> int:
+        return chunk.size_bytes
+
+    route, further = cheapest(walked[:1], "layer.0", bytes(32), size)
+    assert route is None
+    assert further == walked[0].patch["layer.0"].size_bytes
+    route, _ = cheapest(walked[:2], "layer.0", bytes(32), size)
+    assert route is not None
+    assert [chunk.base is None for chunk in route.chunks] == [True, False]
+    have = walked[2].results["layer.0"]
+    route, further = cheapest(walked, "layer.0", have, size)
+    assert route is not None
+    assert [chunk.base for chunk in route.chunks] == [have, walked[1].results["layer.0"]]
+    assert further > route.cost
+    route, _ = cheapest(walked, "layer.0", walked[0].results["layer.0"], size)
+    assert route is not None
+    assert route.chunks == ()

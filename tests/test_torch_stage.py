@@ -1,0 +1,305 @@
+"""A chain of torch stages computes the whole model's bits, for every family, and its weights change in place."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from echo_p2p.chain.shape import layers_that_fit, model_shape, span_bytes, tensor_entries
+from echo_p2p.chain.stage import TensorUpdate
+from echo_p2p.chain.torch_stage import TorchStage, load_stage
+from echo_p2p.errors import ChainError, ModelError, WeightsError
+from echo_protocols.values import Span
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    "llama": {"tie_word_embeddings": False},
+    "llama-tied": {"tie_word_embeddings": True},
+    "mistral": {"head_dim": 8, "sliding_window": 6},
+    "gemma2": {"head_dim": 8, "sliding_window": 6},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 6},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 6},
+    "mixtral": {"head_dim": 8, "num_local_experts": 4},
+    "granite": {"embedding_multiplier": 12.0, "logits_scaling": 4.0},
+    "qwen3_next": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+}
+CUTS = ((0, 4), (0, 2, 4), (0, 1, 3, 4))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def model(folder: Path, family: str, *, shards: str = "20KB", dtype: torch.dtype = torch.bfloat16) -> Path:
+    path = folder / f"{family}-{shards}-{str(dtype).removeprefix('torch.')}"
+    if not path.exists():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family.split("-")[0], **(SIZES | FAMILIES[family]))
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.1)
+        whole.save_pretrained(path, max_shard_size=shards)
+    return path
+
+
+def chain(path: Path, cuts: Sequence[int]) -> list[TorchStage]:
+    return [load_stage(path, Span(start=a, end=b, layers=4), device="cpu") for a, b in pairwise(cuts)]
+
+
+def call(stages: Sequence[TorchStage], rows: Sequence[int], position: int, tokens: np.ndarray) -> np.ndarray:
+    names, carried = np.array(rows, dtype=np.int32), tokens
+    for stage in stages:
+        carried = stage.forward(0, names, np.full(len(names), position, dtype=np.int32), carried)
+    return carried
+
+
+def generate(stages: Sequence[TorchStage]) -> list[np.ndarray]:
+    """Logits of a prefill of 5 tokens and 8 steps, in which rows leave; then the lane is closed."""
+    tokens = np.random.default_rng(0).integers(1, 48, (4, 5), dtype=np.int32)
+    seen = [call(stages, [0, 1, 2, 3], 0, tokens)]
+    for step, rows in enumerate([[0, 1, 2, 3]] * 3 + [[0, 1, 3]] * 2 + [[1, 3]] * 2 + [[3]]):
+        newest = (np.array(rows, dtype=np.int32) * 5 + step + 1)[:, None]
+        seen.append(call(stages, rows, 5 + step, newest))
+    for stage in stages:
+        stage.close(0)
+    return seen
+
+
+def same(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_cut_of_a_model_gives_the_whole_models_bits(folder: Path, family: str) -> None:
+    whole, two, three = (generate(chain(model(folder, family), cuts)) for cuts in CUTS)
+    assert whole[0].shape == (4, 48)
+    assert whole[0].dtype == np.float32
+    assert same(whole, two)
+    assert same(whole, three)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_stage_gives_the_bits_of_the_plain_model(folder: Path, family: str) -> None:
+    path = model(folder, family)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    plain.requires_grad_(False)  # torch picks other kernels for weights that want gradients: 1e-7 apart
+    cache = DynamicCache(config=plain.config)
+    stages = chain(path, (0, 4))
+    tokens = np.random.default_rng(1).integers(1, 48, (3, 5), dtype=np.int32)
+    for position in (0, 5, 6, 7, 8):
+        with torch.inference_mode():
+            expected = plain(torch.tensor(tokens, dtype=torch.int64), past_key_values=cache, logits_to_keep=1).logits
+        assert np.array_equal(call(stages, [0, 1, 2], position, tokens), expected[:, -1].numpy())
+        tokens = tokens[:, -1:]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "llama-tied", "gemma3_text"])
+def test_updates_in_place_equal_a_fresh_load_of_the_updated_model(folder: Path, family: str, tmp_path: Path) -> None:
+    path, draws = model(folder, family), np.random.default_rng(2)
+    whole = chain(path, (0, 4))[0]
+    sparse, dense = {}, {}
+    for name, bits in whole.tensors().items():
+        index = np.unique(draws.integers(0, bits.size, max(1, bits.size // 50)))
+        fresh = torch.randn(bits.shape).mul(0.1).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        sparse[name], dense[name] = TensorUpdate(index, fresh.reshape(-1)[index]), TensorUpdate(None, fresh)
+    kinds = {name: (sparse if i % 2 else dense)[name] for i, name in enumerate(sparse)}
+    updated = tmp_path / "updated"
+    updated.mkdir()
+    (updated / "config.json").write_text((path / "config.json").read_text())
+    whole.apply(kinds)
+    as_torch = {name: torch.tensor(bits.view(np.int16)).view(torch.bfloat16) for name, bits in whole.tensors().items()}
+    save_file(as_torch, updated / "model.safetensors", {"format": "pt"})
+
+    stages = chain(path, (0, 1, 3, 4))
+    for stage in stages:
+        places = {name: parameter.data_ptr() for name, parameter in stage._parameters.items()}
+        stage.apply({name: update for name, update in kinds.items() if name in stage.tensors()})
+        assert places == {name: parameter.data_ptr() for name, parameter in stage._parameters.items()}
+
+    assert same(generate(stages), generate(chain(updated, (0, 4))))
+
+
+def test_tensors_are_the_files_bits_and_leave_the_tied_matrix_out(folder: Path) -> None:
+    path = model(folder, "llama-tied", shards="5GB")
+    stored = load_file(path / "model.safetensors")
+    first, last = chain(path, (0, 2, 4))
+    assert set(first.tensors()) | set(last.tensors()) == set(stored)
+    assert set(first.tensors()) & set(last.tensors()) == {"model.embed_tokens.weight"}
+    for stage in (first, last):
+        for name, bits in stage.tensors().items():
+            assert np.array_equal(bits, stored[name].view(torch.int16).numpy().view(np.uint16))
+
+
+def test_a_float32_checkpoint_is_rounded_to_the_bf16_policy(folder: Path) -> None:
+    path = model(folder, "qwen3", shards="5GB", dtype=torch.float32)
+    stored = load_file(path / "model.safetensors")
+    for name, bits in chain(path, (0, 4))[0].tensors().items():
+        assert np.array_equal(bits, stored[name].to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16))
+
+
+@pytest.mark.parametrize("shards", ["20KB", "5GB"])
+def test_a_stage_holds_its_span_and_opens_no_other_file(folder: Path, tmp_path: Path, shards: str) -> None:
+    path, span = model(folder, "llama", shards=shards), Span(start=1, end=3, layers=4)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    wanted = {entry.file.name for name, entry in tensor_entries(path).items() if ".1." in name or ".2." in name}
+    for file in path.iterdir():
+        text = file.suffix != ".safetensors"
+        (copy / file.name).write_bytes(file.read_bytes() if text or file.name in wanted else _header_of(file))
+    stage = load_stage(copy, span, device="cpu")
+    held = sum(parameter.numel() for parameter in stage._model.parameters())
+    assert 4 * held == span_bytes(path, span)
+    assert not [b for b in stage._model.buffers() if b.is_meta]
+    assert len(wanted) < len(list(path.glob("*.safetensors"))) or shards == "5GB"
+
+
+def _header_of(file: Path) -> bytes:
+    data = file.read_bytes()
+    return data[: 8 + int.from_bytes(data[:8], "little")]  # without the values: opening it for them would fail
+
+
+def test_lanes_are_apart_bounded_and_freed(folder: Path) -> None:
+    stage = load_stage(model(folder, "qwen3"), Span(start=0, end=4, layers=4), device="cpu", max_lanes=2, max_length=6)
+    rows, start, tokens = np.arange(2, dtype=np.int32), np.zeros(2, np.int32), np.full((2, 5), 3, np.int32)
+    first = stage.forward(7, rows, start, tokens)
+    assert np.array_equal(first, stage.forward(8, rows, start, tokens))
+    with pytest.raises(ChainError, match="one more than the 2"):
+        stage.forward(9, rows, start, tokens)
+    with pytest.raises(ChainError, match="pass 6 positions"):
+        stage.forward(8, rows, start + 5, tokens)
+    stage.forward(8, rows, start + 5, tokens[:, :1])
+    stage.close(8)
+    stage.close(8)
+    assert np.array_equal(first, stage.forward(9, rows, start, tokens))
+
+
+def test_calls_that_do_not_fit_are_refused_and_change_nothing(folder: Path) -> None:
+    stage = load_stage(model(folder, "qwen3"), Span(start=0, end=2, layers=4), device="cpu")
+    rows, zero, tokens = np.arange(2, dtype=np.int32), np.zeros(2, np.int32), np.full((2, 3), 3, np.int32)
+    cases: list[tuple[np.ndarray, np.ndarray, np.ndarray, str]] = [
+        (rows + 1, zero, tokens, "rows must be 0"),
+        (rows, zero + 1, tokens, "positions"),
+        (rows, np.array([0, 1], np.int32), tokens, "positions"),
+        (rows, zero, tokens + 45, "vocabulary"),
+        (rows, zero, tokens - 4, "vocabulary"),
+        (rows, zero, tokens[:1], "do not fit"),
+        (rows, zero, tokens[:, :0], "do not fit"),
+        (rows, zero, np.zeros((2, 3, 32), np.float32), "do not fit"),
+        (rows[:0], zero[:0], tokens[:0], "do not fit"),
+    ]
+    for bad_rows, positions, inputs, message in cases:
+        with pytest.raises(ChainError, match=message):
+            stage.forward(0, bad_rows, positions, inputs)
+    stage.forward(0, rows, zero, tokens)
+    for names in ([0, 2], [1, 1]):
+        with pytest.raises(ChainError, match="not among rows"):
+            stage.forward(0, np.array(names, np.int32), zero + 3, tokens[:, :1])
+    assert stage.forward(0, rows, zero + 3, tokens[:, :1]).shape == (2, 1, 32)
+
+
+def test_updates_that_do_not_fit_are_refused_whole(folder: Path) -> None:
+    stage = load_stage(model(folder, "llama"), Span(start=0, end=2, layers=4), device="cpu")
+    before, one = stage.tensors(), np.ones(1, np.uint16)
+    good = {"model.layers.0.mlp.up_proj.weight": TensorUpdate(np.zeros(1, np.int64), one)}
+    for name, update in [
+        ("model.norm.weight", TensorUpdate(None, np.ones(32, np.uint16))),
+        ("model.layers.1.mlp.up_proj.weight", TensorUpdate(None, np.ones((2, 2), np.uint16))),
+        ("model.layers.1.mlp.up_proj.weight", TensorUpdate(np.array([48 * 32]), one)),
+        ("model.layers.1.mlp.up_proj.weight", TensorUpdate(np.array([-1]), one)),
+        ("model.layers.1.mlp.up_proj.weight", TensorUpdate(np.array([0, 1]), one)),
+    ]:
+        with pytest.raises(WeightsError):
+            stage.apply(good | {name: update})
+    after = stage.tensors()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_the_fingerprint_names_backend_version_device_and_dtype(folder: Path) -> None:
+    version = torch.__version__.split("+")[0]
+    path, span = model(folder, "qwen3"), Span(start=0, end=4, layers=4)
+    assert load_stage(path, span, device="cpu").engine == f"torch-{version}-cpu-float32"
+    half = load_stage(path, span, device="cpu", dtype=torch.bfloat16)
+    assert half.engine == f"torch-{version}-cpu-bfloat16"
+    assert (
+        half.forward(0, np.arange(2, dtype=np.int32), np.zeros(2, np.int32), np.ones((2, 3), np.int32)).dtype
+        == np.float32
+    )
+
+
+def test_folders_that_hold_no_such_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    path = model(folder, "llama", shards="5GB")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_stage(tmp_path, Span(start=0, end=4, layers=4), device="cpu")
+    with pytest.raises(ModelError, match="4 layers"):
+        load_stage(path, Span(start=0, end=4, layers=5), device="cpu")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((path / "config.json").read_text())
+    with pytest.raises(ModelError, match="safetensors"):
+        load_stage(broken, Span(start=0, end=4, layers=4), device="cpu")
+    partial = load_file(path / "model.safetensors")
+    del partial["model.norm.weight"]
+    save_file(partial, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+        load_stage(broken, Span(start=2, end=4, layers=4), device="cpu")
+    (broken / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ModelError, match="no safetensors"):
+        load_stage(broken, Span(start=2, end=4, layers=4), device="cpu")
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama-tied", True), ("gemma3_text", True)])
+def test_the_shape_is_read_without_loading(folder: Path, family: str, tied: bool) -> None:
+    path = model(folder, family)
+    shape = model_shape(path)
+    bits = chain(path, (0, 4))[0].tensors()
+    assert shape[:4] == (4, 48, tied, 32)
+    assert shape.size_bytes == sum(tensor.nbytes for tensor in bits.values())
+    assert span_bytes(path, Span(start=0, end=4, layers=4)) == 2 * shape.size_bytes
+
+
+def test_layers_that_fit_leave_room_for_the_dearer_end(folder: Path) -> None:
+    path = model(folder, "llama")
+    everything = 2 * model_shape(path).size_bytes
+    assert layers_that_fit(path, 2 * everything) == 4
+    assert layers_that_fit(path, everything) == 2
+    assert layers_that_fit(path, 1000) == 0
+    last = span_bytes(path, Span(start=1, end=4, layers=4))
+    assert layers_that_fit(path, int(last / 0.7) + 2) == 3
