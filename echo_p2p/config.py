@@ -88,7 +88,7 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
 
 
 def load_config(path: Path | None, overrides: Mapping[str, object] | None = None) -> NodeConfig:
-    """The configuration of a TOML file with `overrides` (dotted key → value, None is ignored) laid over it.
+    """The configuration of a TOML file with `overrides` (dotted key → value) laid over it.
 
     Raises ConfigError, in one sentence with the path of the key.
     """
@@ -103,8 +103,7 @@ def load_config(path: Path | None, overrides: Mapping[str, object] | None = None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}.") from error
     for key, value in (overrides or {}).items():
-        if value is not None:
-            _lay(document, key.split("."), value, where)
+        _lay(document, key.split("."), value, where)
     _refuse_unknown(document, NodeConfig, "", where)
     try:
         return msgspec.convert(document, NodeConfig)

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 from echo_p2p.errors import TrainerError
 from echo_p2p.rl.buffer import ReplayBuffer, StoredRollout, TakenRollout
+from echo_protocols.sync import Lineage
 from echo_protocols.values import PolicyVersion
 
 Lag = Callable[[PolicyVersion], int | None]
@@ -71,6 +75,18 @@ def test_nothing_beyond_the_bound_comes_out_and_every_drop_has_its_reason() -> N
         statistics = buffer.statistics()
         assert statistics.counts == {"added": 5, "abandoned-branch": 1, "future-version": 1, "too-stale": 1}
         assert (statistics.waiting_groups, statistics.taken_groups) == (0, 2)
+
+
+def test_a_group_that_ends_on_an_abandoned_branch_is_dropped() -> None:
+    lineage = Lineage({2: PolicyVersion(epoch=1, step=8)})
+    now = PolicyVersion(epoch=2, step=9)
+    with open_buffer() as buffer:
+        for counter, end in enumerate((8, 9)):
+            buffer.add(replace(rollout(counter, 7), newest=PolicyVersion(epoch=1, step=end)))
+        buffer.add(rollout(2, 1, epoch=3))
+        (taken,) = buffer.take(1, step=10, lag=lambda version: lineage.lag(version, now), max_lag=4)
+        assert (taken.rollout.counter, taken.lag, taken.rollout.newest) == (0, 2, PolicyVersion(epoch=1, step=8))
+        assert buffer.statistics().counts == {"added": 3, "abandoned-branch": 1, "unknown-epoch": 1}
 
 
 def test_the_stalest_is_evicted_when_groups_or_bytes_overflow() -> None:
@@ -188,8 +204,8 @@ def test_a_file_that_is_no_buffer_or_of_another_version_is_said(tmp_path: Path) 
         open_buffer(tmp_path / "text")
     with pytest.raises(TrainerError, match="nowhere"):
         open_buffer(tmp_path / "nowhere" / "rollouts.sqlite")
-    with open_buffer(tmp_path / "newer") as buffer:
-        buffer._db.execute("PRAGMA user_version = 9")
+    with closing(sqlite3.connect(tmp_path / "newer")) as newer:
+        newer.execute("PRAGMA user_version = 9")
     with pytest.raises(TrainerError, match="version 9"):
         open_buffer(tmp_path / "newer")
 
@@ -204,6 +220,8 @@ def test_an_error_of_the_lag_rule_changes_nothing() -> None:
         with pytest.raises(KeyError):
             buffer.take(1, step=2, lag=broken, max_lag=9)
         assert buffer.statistics().waiting_groups == 1
+    with pytest.raises(TrainerError, match="memory"):
+        buffer.add(rollout(1, 1))  # closed
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -18,15 +18,15 @@ from echo_p2p.chain.group import GroupRequest
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainBroken, ChainLimits
 from echo_p2p.chain.memory_stage import MemoryStage, MemoryWeights
-from echo_p2p.chain.ring import Ring
+from echo_p2p.chain.ring import Ring, opening_fault
 from echo_p2p.chain.server import Allow, ChainServer, allow_everybody
-from echo_p2p.chain.stage import TensorUpdate
+from echo_p2p.chain.stage import Stage, TensorUpdate, Weights
 from echo_p2p.errors import ChainError, WeightsError
 from echo_p2p.net.base import Stream, StreamHandler
 from echo_p2p.net.memory import MemoryNetwork
 from echo_protocols import names
-from echo_protocols.hop import BeginLane, Failure, Forward, Open, decode, encode
-from echo_protocols.peer import Stop
+from echo_protocols.hop import BeginLane, Failure, Forward, Frame, Open, Prepare, Tokens, decode, encode
+from echo_protocols.peer import Plan, Stop
 from echo_protocols.rollout import Sample, Segment
 from echo_protocols.run import Sampling
 from echo_protocols.values import PolicyVersion, Span
@@ -36,7 +36,8 @@ PEERS = tuple(letter * 44 for letter in "ABC")
 OUTSIDER = "Z" * 44
 V0, V1, V2, V9 = (PolicyVersion(epoch=0, step=step) for step in (0, 1, 2, 9))
 SPLITS = {1: (6,), 2: (2, 6), 3: (2, 3, 6)}
-LIMITS = ChainLimits(lanes=8, rows=16, positions=256, hop_timeout_s=0.4, open_timeout_s=0.4, beat_s=5.0)
+LIMITS = ChainLimits(lanes=8, rows=16, positions=256, hop_timeout_s=10.0, open_timeout_s=10.0, beat_s=5.0)
+IMPATIENT = replace(LIMITS, hop_timeout_s=0.5)
 
 
 def releases() -> Mapping[PolicyVersion, Mapping[str, TensorUpdate]]:
@@ -98,6 +99,7 @@ async def swarm(
     *,
     stages: Mapping[int, MemoryStage] | None = None,
     versions: Mapping[int, PolicyVersion] | None = None,
+    weights: Mapping[int, Weights] | None = None,
     limits: ChainLimits = LIMITS,
     allow: Allow = allow_everybody,
 ) -> AsyncIterator[Swarm]:
@@ -109,7 +111,8 @@ async def swarm(
         for place, stop in enumerate(found.route):
             stage = (stages or {}).get(place) or MemoryStage(stop.span)
             version = (versions or {}).get(place, V0)
-            host = StageHost(stop.peer, stage, MemoryWeights(releases()), version, limits=limits)
+            source = (weights or {}).get(place) or MemoryWeights(releases())
+            host = StageHost(stop.peer, stage, source, version, limits=limits)
             server = ChainServer(found.network.node(stop.peer), host, allow)
             found.hosts.append(host)
             found.servers.append(server)
@@ -263,8 +266,7 @@ def replay(boundary: int) -> tuple[Sample, ...]:
 
 def test_a_version_that_a_stage_cannot_stage_leaves_the_chain_as_it_was() -> None:
     async def main() -> None:
-        async with swarm(3) as peers, peers.open() as driver:
-            peers.hosts[1]._weights = MemoryWeights({V2: releases()[V2]})
+        async with swarm(3, weights={1: MemoryWeights({V2: releases()[V2]})}) as peers, peers.open() as driver:
             with pytest.raises(WeightsError, match=PEERS[1]):
                 await driver.switch(V1, timeout_s=5)
             assert {host.version for host in peers.hosts} == {V0}
@@ -326,7 +328,9 @@ def test_a_stage_that_fails_ends_the_chain_with_its_reason(stops: int, place: in
     async def main() -> None:
         action: Callable[[], None] = raise_error if fault == "raises" else partial(wait_for, released)
         span = Span(start=(0, *SPLITS[stops])[place], end=SPLITS[stops][place], layers=LAYERS)
-        async with swarm(stops, stages={place: Faulty(span, 7, action)}) as peers, peers.open(lanes=2) as driver:
+        limits = IMPATIENT if fault == "stalls" else LIMITS
+        stages = {place: Faulty(span, 7, action)}
+        async with swarm(stops, stages=stages, limits=limits) as peers, peers.open(lanes=2) as driver:
             reasons = await failures(driver, request(0), request(1), request(2))
             assert reasons == [("engine" if fault == "raises" else "stalled", PEERS[place])] * 3
             assert driver.failed.is_set()
@@ -357,7 +361,7 @@ async def failures(driver: ChainDriver, *requests: GroupRequest) -> list[tuple[s
     return reasons
 
 
-def with_deadline(main: Callable[[], object], seconds: float = 5.0) -> None:
+def with_deadline(main: Callable[[], object], seconds: float = 30.0) -> None:
     async def bounded() -> None:
         with trio.fail_after(seconds):
             await main()  # type: ignore[misc]
@@ -381,8 +385,8 @@ def test_a_peer_that_disappears_ends_the_chain_and_frees_its_lanes(stops: int, p
     with_deadline(main)
 
 
-def deaf_last_stage(peers: Swarm) -> StreamHandler:
-    """Closes the ring as a last stage does, and then neither computes nor answers."""
+def false_last_stage(peers: Swarm, answer: Frame | None = None) -> StreamHandler:
+    """Closes the ring as a last stage does, computes nothing, and says nothing or `answer` to the first step."""
 
     async def handle(stream: Stream) -> None:
         chain, opening = decode(await stream.receive())
@@ -390,6 +394,9 @@ def deaf_last_stage(peers: Swarm) -> StreamHandler:
         whole = msgspec.structs.replace(opening, versions=(V0, V0), engines=("a", "b"))
         async with peers.network.node(PEERS[1]).open(PEERS[0], names.HOP) as last:
             await last.send(*encode(chain, whole))
+            while answer is not None:
+                if isinstance(decode(await stream.receive())[1], Forward):
+                    await last.send(*encode(chain, answer))
             await trio.sleep_forever()
 
     return handle
@@ -397,11 +404,11 @@ def deaf_last_stage(peers: Swarm) -> StreamHandler:
 
 def test_a_silent_peer_is_noticed_while_no_group_is_in_flight() -> None:
     async def main() -> None:
-        async with swarm(2) as peers:
+        async with swarm(2, limits=IMPATIENT) as peers:
             peers.scopes[1].cancel()
             await trio.testing.wait_all_tasks_blocked()
             async with trio.open_nursery() as nursery:
-                await nursery.start(peers.network.node(PEERS[1]).serve, names.HOP, deaf_last_stage(peers))
+                await nursery.start(peers.network.node(PEERS[1]).serve, names.HOP, false_last_stage(peers))
                 async with peers.open() as driver:
                     started = trio.current_time()
                     await driver.failed.wait()
@@ -415,11 +422,11 @@ def test_a_silent_peer_is_noticed_while_no_group_is_in_flight() -> None:
 
 def test_a_silent_peer_ends_a_group_within_the_deadline() -> None:
     async def main() -> None:
-        async with swarm(2) as peers:
+        async with swarm(2, limits=IMPATIENT) as peers:
             peers.scopes[1].cancel()
             await trio.testing.wait_all_tasks_blocked()
             async with trio.open_nursery() as nursery:
-                await nursery.start(peers.network.node(PEERS[1]).serve, names.HOP, deaf_last_stage(peers))
+                await nursery.start(peers.network.node(PEERS[1]).serve, names.HOP, false_last_stage(peers))
                 async with peers.open() as driver:
                     assert await failures(driver, request()) == [("silent", None)]
                 nursery.cancel_scope.cancel()
@@ -539,6 +546,12 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
     }
 
 
+async def wait_for_end(stream: Stream, opened: Open) -> None:
+    """What a head does that has opened a chain and never looks at it again."""
+    while True:
+        await stream.receive()
+
+
 def begin_order() -> BeginLane:
     return BeginLane(lane=1, group_id=b"g", run_seed=b"s", sampling=Sampling(), rows=2, positions=4)
 
@@ -548,7 +561,7 @@ def test_hostile_input_ends_its_stream_with_a_counted_reason_and_nothing_else() 
         async with swarm(3) as peers:
             predecessor = peers.network.node(PEERS[0])
             for name, (reason, frames) in hostile_frames(peers).items():
-                peers.servers[0].expect(CHAIN, read_to_end)
+                peers.servers[0].expect(CHAIN, wait_for_end)
                 before = peers.hosts[1].statistics.refused.get(reason, 0)
                 async with predecessor.open(PEERS[1], names.HOP) as stream:
                     for data in frames:
@@ -561,10 +574,6 @@ def test_hostile_input_ends_its_stream_with_a_counted_reason_and_nothing_else() 
             assert not peers.stage(1).lanes
             async with peers.open() as driver:
                 assert await driver.generate(request(0)) == whole[0]
-
-    async def read_to_end(stream: Stream, opened: Open) -> None:
-        while True:
-            await stream.receive()
 
     whole = whole_answers(1)
     with_deadline(main)
@@ -586,3 +595,162 @@ def test_only_the_predecessor_may_feed_a_stage() -> None:
                 assert peers.hosts[place].statistics.refused[reason] == 1
 
     with_deadline(main)
+
+
+def test_a_fault_of_the_caller_leaves_the_chain_unwrapped() -> None:
+    async def main() -> None:
+        async with swarm(2) as peers:
+            driver = peers.open()
+            with pytest.raises(KeyError, match="mine"):
+                await use_and_fail(driver)
+            assert driver.failed.is_set()
+
+    async def use_and_fail(driver: ChainDriver) -> None:
+        async with driver:
+            await driver.generate(request())
+            raise KeyError("mine")
+
+    with_deadline(main)
+
+
+def test_an_idle_chain_stays_whole() -> None:
+    async def main() -> None:
+        limits = ChainLimits(beat_s=10.0, idle_timeout_s=25.0)
+        async with swarm(3, limits=limits) as peers, peers.open() as driver:
+            await trio.sleep(1000)
+            assert not driver.failed.is_set()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_peer_that_shuts_down_says_so(place: int) -> None:
+    async def main() -> None:
+        async with swarm(3) as peers, peers.open() as driver:
+            peers.scopes[place].cancel()
+            await driver.failed.wait()
+            assert isinstance(driver.fault, ChainBroken)
+            assert driver.fault.failure.reason == "left"
+
+    with_deadline(main)
+
+
+class SlowWeights(MemoryWeights):
+    """Stages a version when `staged` is set."""
+
+    staged: trio.Event
+
+    async def prepare(self, version: PolicyVersion) -> None:
+        await self.staged.wait()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_groups_go_on_while_a_version_is_staged(place: int) -> None:
+    async def main() -> None:
+        weights = SlowWeights(releases())
+        weights.staged = trio.Event()
+        async with swarm(3, weights={place: weights}) as peers, peers.open() as driver:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(driver.switch, V1, 5)
+                assert [await driver.generate(request(number)) for number in range(3)] == whole
+                assert driver.version == V0
+                weights.staged.set()
+            assert driver.version == V1
+            weights.staged = trio.Event()
+            with pytest.raises(WeightsError, match="staged"):
+                await driver.switch(V2, timeout_s=0.05)
+            assert driver.version == V1
+            assert len(await driver.generate(request())) == 4
+
+    whole = whole_answers(3)
+    with_deadline(main)
+
+
+def test_only_a_few_versions_are_staged_at_a_time() -> None:
+    async def main() -> None:
+        weights = SlowWeights(releases())
+        weights.staged = trio.Event()
+        async with swarm(2, weights={1: weights}) as peers:
+            peers.servers[0].expect(CHAIN, wait_for_end)
+            async with peers.network.node(PEERS[0]).open(PEERS[1], names.HOP) as stream:
+                await stream.send(*encode(CHAIN, opening(peers)))
+                for step in range(1, 9):
+                    prepare = Prepare(version=PolicyVersion(epoch=0, step=step), timeout_s=100.0)
+                    await stream.send(*encode(CHAIN, prepare))
+                _, frame = decode(await stream.receive())
+                assert isinstance(frame, Failure)
+                assert frame.reason == "too-many-prepares"
+
+    with_deadline(main)
+
+
+class BrokenWeights(MemoryWeights):
+    """Stages everything and can apply nothing."""
+
+    def switch(self, version: PolicyVersion, stage: Stage) -> None:
+        raise WeightsError("the patch was made against other weights")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_stage_that_cannot_apply_a_staged_version_ends_the_chain(place: int) -> None:
+    async def main() -> None:
+        broken = BrokenWeights(releases())
+        async with swarm(3, weights={place: broken}) as peers, peers.open() as driver:
+            if place == 0:
+                with pytest.raises(ChainError, match="other weights"):
+                    await driver.switch(V1, timeout_s=5)
+            else:
+                await driver.switch(V1, timeout_s=5)
+            await driver.failed.wait()
+            with pytest.raises(ChainError, match="other weights"):
+                await driver.generate(request())
+
+    with_deadline(main)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"step": 1}, "bad-tokens"),
+        ({"version": V9}, "bad-tokens"),
+        ({"tokens": np.array([1, -1], "<i4").tobytes()}, "bad-tokens"),
+        ({"rows": np.array([1, 0], "<i4").tobytes()}, "bad-tokens"),
+        ({"logprobs": np.array([0.5, -1.0], "<f4").tobytes()}, "bad-tokens"),
+        ({"logprobs": np.array([np.nan, -1.0], "<f4").tobytes()}, "bad-tokens"),
+        ({"lane": 7}, "silent"),
+    ],
+)
+def test_tokens_that_cannot_be_are_refused_by_the_head(changes: dict[str, object], reason: str) -> None:
+    tokens = Tokens(
+        lane=1,
+        step=0,
+        version=V0,
+        rows=np.arange(2, dtype="<i4").tobytes(),
+        tokens=np.ones(2, "<i4").tobytes(),
+        logprobs=np.full(2, -1.0, "<f4").tobytes(),
+    )
+
+    async def main() -> None:
+        async with swarm(2, limits=IMPATIENT) as peers:
+            peers.scopes[1].cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            async with trio.open_nursery() as nursery:
+                handler = false_last_stage(peers, msgspec.structs.replace(tokens, **changes))
+                await nursery.start(peers.network.node(PEERS[1]).serve, names.HOP, handler)
+                async with peers.open() as driver:
+                    assert [found for found, _ in await failures(driver, request(samples=2))] == [reason]
+                nursery.cancel_scope.cancel()
+
+    with_deadline(main)
+
+
+def test_a_plan_decides_which_chains_are_served() -> None:
+    async def main() -> None:
+        async with swarm(3) as peers:
+            asked = opening(peers)
+            plan = Plan(number=4, layers=LAYERS, chains=(peers.route,))
+            assert opening_fault(asked, plan, asked.run_id) is None
+            assert "another run" in str(opening_fault(asked, plan, b"x" * 32))
+            assert "not in plan 5" in str(opening_fault(asked, Plan(number=5, layers=LAYERS), asked.run_id))
+
+    trio.run(main)

@@ -33,8 +33,7 @@ home.joinpath("arguments.json").write_text(json.dumps([command, *arguments]))
 sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 if "stubborn" in behaviours:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if "parent" in behaviours:
-    subprocess.Popen(sleeper)
+child = subprocess.Popen(sleeper) if "parent" in behaviours else None
 if "runaway" in behaviours:
     subprocess.Popen(sleeper, start_new_session=True)
 role = arguments[arguments.index("--role") + 1] if "--role" in arguments else command
@@ -70,7 +69,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 here = {"pid": os.getpid(), "peer": state["peer"], "role": role, "swarm": "s", "http": f"http://127.0.0.1:{server.server_port}"}
 draft = home / "draft"; draft.write_text(json.dumps(here)); draft.rename(home / "node.json")
 if "stubborn" not in behaviours:
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: (child and child.kill(), os._exit(0)))
 print("echo-node join --role inference --swarm s --peer /ip4/127.0.0.1/tcp/4001/p2p/12D3KooWfake")
 while True:
     time.sleep(600)

@@ -47,6 +47,8 @@ OPEN = Open(route=route(2, 3, 6), run_id=bytes(32), plan=3, lanes=4, versions=(V
 @st.composite
 def forwards(draw: st.DrawFn) -> Forward:
     rows, length, width = (draw(st.integers(1, 4)) for _ in range(3))
+    shared = draw(st.booleans())
+    states = 4 * length * width * (1 if shared else rows)
     return Forward(
         lane=draw(numbers),
         step=draw(numbers),
@@ -55,7 +57,8 @@ def forwards(draw: st.DrawFn) -> Forward:
         width=width,
         rows=draw(st.binary(min_size=4 * rows, max_size=4 * rows)),
         positions=draw(st.binary(min_size=4 * rows, max_size=4 * rows)),
-        payload=draw(st.binary(min_size=4 * rows * length * width, max_size=4 * rows * length * width)),
+        payload=draw(st.binary(min_size=states, max_size=states)),
+        shared=shared,
     )
 
 

@@ -1,3 +1,4 @@
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
@@ -364,20 +365,26 @@ def test_a_chunk_that_arrives_corrupt_is_asked_for_again_but_not_for_ever(tmp_pa
     async def body() -> None:
         trainer, replica = start(tmp_path), make_replica(tmp_path)
         release = trainer.train(1)
-        asked: list[Chunk] = []
+        asked: Counter[str] = Counter()
 
-        async def corrupt(chunk: Chunk) -> bytes:
-            asked.append(chunk)
-            blob = await trainer.fetch(chunk)
-            return blob if len(asked) > 1 + 100 * (chunk.part == "head") else bytes(len(blob))
+        async def always_corrupt(chunk: Chunk) -> bytes:
+            asked[chunk.part] += 1
+            return bytes(chunk.size_bytes)
 
-        with pytest.raises(CorruptChunk, match="head"):
-            await replica.stage(release, trainer.lookup, corrupt)
-        assert replica.version is None
+        async def corrupt_at_first(chunk: Chunk) -> bytes:
+            asked[chunk.part] += 1
+            return await trainer.fetch(chunk) if asked[chunk.part] > 1 else bytes(chunk.size_bytes)
+
+        with pytest.raises(CorruptChunk, match="2 times"):
+            await replica.stage(release, trainer.lookup, always_corrupt)
+        assert max(asked.values()) == 2
+        assert replica.statistics().staged == 0
         assert replica.available() == ()
-        assert replica.statistics().corrupt_chunks == 3
-        await replica.stage(release, trainer.lookup, trainer.fetch)
+        asked.clear()
+        before = replica.statistics().corrupt_chunks
+        await replica.stage(release, trainer.lookup, corrupt_at_first)
         assert replica.version == v(1)
+        assert replica.statistics().corrupt_chunks == before + len(release.patch)
 
     run(body)
 
@@ -454,6 +461,27 @@ def test_prepare_waits_for_the_version_and_no_longer_than_its_deadline(tmp_path:
             await patient.stage(second, trainer.lookup, trainer.fetch)
         with pytest.raises(WeightsError, match="any more"):
             await patient.prepare(first.version)
+
+    run(body)
+
+
+def test_news_are_versions_that_wait_for_a_switch(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica, stage = start(tmp_path), make_replica(tmp_path), ArrayStage(make_tensors())
+        await follow(replica, trainer, stage)
+        seen: list[PolicyVersion] = []
+
+        async def watch(version: PolicyVersion | None) -> None:
+            seen.append(await replica.newer_than(version))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch, None)
+            nursery.start_soon(watch, v(0))
+            nursery.start_soon(watch, v(1))
+            await trio.testing.wait_all_tasks_blocked()
+            for _ in range(2):
+                await replica.stage(trainer.train(1), trainer.lookup, trainer.fetch)
+        assert sorted(seen) == [v(1), v(1), v(2)]
 
     run(body)
 

@@ -16,7 +16,8 @@ from echo_p2p.chain.head import RingHead
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainBroken, broken
 from echo_p2p.chain.ring import Ring
-from echo_p2p.chain.server import ChainServer, result_frame
+from echo_p2p.chain.server import ChainServer
+from echo_p2p.chain.wire import to_forward
 from echo_p2p.errors import ChainError, WeightsError
 from echo_protocols.hop import BeginLane, EndLane, Prepare, Switch
 from echo_protocols.rollout import Sample
@@ -171,7 +172,8 @@ class ChainDriver:
             version = host.version
             result = await host.forward(lane, step, rows, positions, inputs)
             if not isinstance(result, Drawn):
-                head.send(result_frame(lane.order.lane, step, host, rows, positions, result))
+                number = lane.order.lane
+                head.send(to_forward(number, step, version, rows=rows, positions=positions, hidden=result))
         if not isinstance(result, Drawn):
             result = await head.next_tokens(tokens)
         if (fault := answers.fault(result, version)) is not None:

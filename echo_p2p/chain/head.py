@@ -9,13 +9,13 @@ from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
 from typing import Self, TypeVar
 
-import numpy as np
 import trio
 
 from echo_p2p.chain.group import Drawn
 from echo_p2p.chain.link import CLOSED, ChainBroken, ChainLimits, Link, broken
 from echo_p2p.chain.ring import Ring, close_ring, engine_of
 from echo_p2p.chain.server import ChainServer
+from echo_p2p.chain.wire import from_tokens
 from echo_p2p.errors import WeightsError
 from echo_protocols.hop import CHAIN_ID_BYTES, Beat, Failure, Frame, Prepare, Tokens
 from echo_protocols.values import PolicyVersion
@@ -165,7 +165,7 @@ class RingHead:
         match frame:
             case Tokens():
                 if (lane := self._lanes.get(frame.lane)) is not None:  # else its caller was cancelled meanwhile
-                    self._hand_over(lane, _drawn(frame))
+                    self._hand_over(lane, from_tokens(frame))
             case Prepare():
                 if (waiting := self._preparing.get(frame.version)) is not None:
                     self._hand_over(waiting, frame)
@@ -179,13 +179,3 @@ class RingHead:
             channel.send_nowait(item)
         except trio.WouldBlock:
             raise broken("bad-frame", "answers came that nobody asked for", self.last) from None
-
-
-def _drawn(frame: Tokens) -> Drawn:
-    return Drawn(
-        step=frame.step,
-        version=frame.version,
-        rows=np.frombuffer(frame.rows, "<i4"),
-        tokens=np.frombuffer(frame.tokens, "<i4"),
-        logprobs=np.frombuffer(frame.logprobs, "<f4"),
-    )

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_REASONS_MAX = 64
+
 
 @dataclass(frozen=True, slots=True)
 class HostStatistics:
@@ -67,6 +69,11 @@ class StageHost:
         self._discarded: list[int] = []
         self._steps = self._rows = self._switches = 0
         self._busy_s = 0.0
+
+    def count_refusal(self, reason: str) -> None:
+        """Count a fault by its reason; reasons may come from other peers, so at most 64 are told apart."""
+        known = reason in self.refused or len(self.refused) < _REASONS_MAX
+        self.refused[reason if known else "other"] += 1
 
     @property
     def statistics(self) -> HostStatistics:

@@ -27,7 +27,8 @@ class ChainBroken(ChainError):
 
     def __init__(self, failure: Failure) -> None:
         place = f" at peer {failure.peer}" if failure.peer else ""
-        super().__init__(f"the chain ended{place} ({failure.reason}): {failure.text or 'no further word'}")
+        words = f"the chain ended{place} ({failure.reason}): {failure.text or 'no further word'}"
+        super().__init__("".join(letter if letter.isprintable() else "?" for letter in words))
         self.failure = failure
 
 

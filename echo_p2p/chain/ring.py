@@ -11,7 +11,7 @@ from echo_p2p.errors import NetError
 from echo_p2p.net.base import Stream
 from echo_protocols import names
 from echo_protocols.hop import Failure, Open
-from echo_protocols.peer import Stop
+from echo_protocols.peer import Plan, Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,15 @@ async def _first_of(
     if arrival is None:
         raise ChainBroken(refusal)
     return ClosedRing(upstream=arrival[0], downstream=downstream, opened=arrival[1])
+
+
+def opening_fault(opening: Open, plan: Plan, run_id: bytes) -> str | None:
+    """Why a chain is not one of the plan's, for a server's `allow`; None when it is."""
+    if opening.run_id != run_id:
+        return "the chain is of another run"
+    if opening.route not in plan.chains:
+        return f"the chain of plan {opening.plan} is not in plan {plan.number}"
+    return None
 
 
 def engine_of(opened: Open) -> str:

@@ -8,13 +8,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
-import numpy as np
 import trio
 from trio import TaskStatus
 
 from echo_p2p.chain.group import Drawn, Lane
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import CLOSED, ChainBroken, Link, bid_farewell, broken, receive_frame, send_frame
+from echo_p2p.chain.wire import from_forward, to_forward, to_tokens
 from echo_p2p.errors import NetError, WeightsError
 from echo_p2p.net.base import Stream, Streams
 from echo_protocols import names
@@ -28,13 +28,15 @@ from echo_protocols.hop import (
     Open,
     Prepare,
     Switch,
-    Tokens,
 )
 
 logger = logging.getLogger(__name__)
 
 Allow = Callable[[str, Open], str | None]
 """Given the predecessor and the chain it asks for: why it is refused, or None. Here the plan is checked."""
+
+_PREPARES_MAX = 4
+"""Versions of one chain that a stage stages at a time."""
 
 Return = Callable[[Stream, Open], Awaitable[None]]
 
@@ -56,7 +58,7 @@ class ChainServer:
         self._newest = b""
         self._free = trio.Lock()
 
-    async def serve(self, *, max_streams: int = 8, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def serve(self, *, max_streams: int = 32, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve the hop protocol until cancelled."""
         await self.streams.serve(names.HOP, self._on_stream, max_streams=max_streams, task_status=task_status)
 
@@ -84,7 +86,7 @@ class ChainServer:
             else:
                 await self._serve_chain(stream, chain, frame, place)
         except ChainBroken as error:
-            self.host.refused[error.failure.reason] += 1
+            self.host.count_refusal(error.failure.reason)
             logger.warning("refused a stream of %s: %s", stream.peer, error)
             await bid_farewell(chain, error.failure, stream)
 
@@ -116,7 +118,7 @@ class ChainServer:
             finally:
                 self._serving = None
         if failure.reason != CLOSED:
-            host.refused[failure.reason] += 1
+            host.count_refusal(failure.reason)
             logger.warning("the chain from %s ended: %s", upstream.peer, ChainBroken(failure))
 
     async def _open_successor(self, stack: AsyncExitStack, chain: bytes, opening: Open, place: int) -> Stream:
@@ -185,8 +187,7 @@ class _ServedChain:
                     await host.switch(frame.version)
                     self._pass_on(frame)
             case Prepare():
-                assert self._background is not None
-                self._background.start_soon(self._prepare, frame)
+                self._start_prepare(frame)
             case Beat():
                 link.send(frame)
             case _:
@@ -202,9 +203,7 @@ class _ServedChain:
         lane = self._lanes.get(frame.lane)
         if lane is None:
             raise broken("bad-lane", f"lane {frame.lane} is not known", host.peer)
-        rows = np.frombuffer(frame.rows, "<i4")  # (rows,)
-        positions = np.frombuffer(frame.positions, "<i4")  # (rows,)
-        hidden = np.frombuffer(frame.payload, "<f4").reshape(len(rows), frame.length, frame.width)
+        rows, positions, hidden = from_forward(frame)
         async with host.turn:
             if frame.version != host.version:
                 text = f"a frame of version {frame.version} came to a stage at {host.version}"
@@ -212,7 +211,18 @@ class _ServedChain:
             if (fault := lane.fault(frame.step, rows, positions, frame.length)) is not None:
                 raise broken("bad-rows", fault, host.peer)
             result = await host.forward(lane, frame.step, rows, positions, hidden)
-            self._link.send(result_frame(frame.lane, frame.step, host, rows, positions, result))
+            if isinstance(result, Drawn):
+                self._link.send(to_tokens(frame.lane, result))
+            else:
+                self._link.send(
+                    to_forward(frame.lane, frame.step, host.version, rows=rows, positions=positions, hidden=result)
+                )
+
+    def _start_prepare(self, frame: Prepare) -> None:
+        assert self._background is not None
+        if len(self._background.child_tasks) >= _PREPARES_MAX:
+            raise broken("too-many-prepares", f"{_PREPARES_MAX} versions are being staged", self._host.peer)
+        self._background.start_soon(self._prepare, frame)
 
     async def _prepare(self, frame: Prepare) -> None:
         fault = frame.fault
@@ -225,29 +235,3 @@ class _ServedChain:
             self._link.send(Prepare(version=frame.version, timeout_s=frame.timeout_s, fault=fault))
         except ChainBroken as error:
             self._link.end(error.failure)
-
-
-def result_frame(
-    lane: int, step: int, host: StageHost, rows: np.ndarray, positions: np.ndarray, result: np.ndarray | Drawn
-) -> Forward | Tokens:
-    """What a stage sends after a step; its version is the host's, which can't change while `turn` is held."""
-    if isinstance(result, Drawn):
-        return Tokens(
-            lane=lane,
-            step=step,
-            version=result.version,
-            rows=result.rows.astype("<i4").tobytes(),
-            tokens=result.tokens.astype("<i4").tobytes(),
-            logprobs=result.logprobs.astype("<f4").tobytes(),
-        )
-    payload = np.ascontiguousarray(result, "<f4")
-    return Forward(
-        lane=lane,
-        step=step,
-        version=host.version,
-        length=result.shape[1],
-        width=result.shape[2],
-        rows=rows.astype("<i4").tobytes(),
-        positions=positions.astype("<i4").tobytes(),
-        payload=payload.data.cast("B"),
-    )

@@ -22,7 +22,9 @@ def split_address(address: str) -> tuple[str, str]:
     """`/ip4/…/tcp/…/p2p/PEER` as (`/ip4/…/tcp/…`, PEER). Raises ConfigError if the PeerID is missing."""
     transport, separator, peer = address.rpartition("/p2p/")
     if not separator or not transport.startswith("/") or not peer or "/" in peer:
-        raise ConfigError(f"the address {address!r} does not name a peer; it must look like /ip4/1.2.3.4/tcp/4001/p2p/12D3…")
+        raise ConfigError(
+            f"the address {address!r} does not name a peer; it must look like /ip4/1.2.3.4/tcp/4001/p2p/12D3…"
+        )
     return transport, peer
 
 

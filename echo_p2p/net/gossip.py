@@ -94,7 +94,7 @@ class GossipNode:
         if len(data) > GOSSIP_MAX_BYTES:
             raise FrameTooLarge(f"a gossip message of {len(data)} bytes exceeds {GOSSIP_MAX_BYTES}; publish its hash")
         with trio.move_on_after(PUBLISH_WAIT_S):
-            while self._pubsub.is_crowded(topic):
+            while self._pubsub.is_crowded(topic):  # noqa: ASYNC110 (a vendor's queue tells nobody that it has room)
                 await trio.sleep(PUBLISH_WAIT_S / 50)
         await self._pubsub.publish(topic, data)
 
@@ -240,7 +240,7 @@ async def open_gossip(identity: Identity, settings: GossipSettings | None = None
         degree_low=_DEGREE_LOW,
         degree_high=_DEGREE_HIGH,
         heartbeat_interval=_HEARTBEAT_S,
-        spam_protection_enabled=False,  # 10 messages a second and topic; our admission control is per peer, at the border
+        spam_protection_enabled=False,  # it drops beyond 10 messages a second and topic; the border admits by peer
     )
     dropped: Counter[str] = Counter()
     pubsub = _GuardedPubsub(host, router, dropped)

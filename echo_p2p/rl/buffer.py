@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from echo_p2p.errors import TrainerError
 from echo_p2p.rl.seen import SEEN_SCHEMA, SeenCounters
@@ -21,6 +20,7 @@ _SCHEMA_VERSION = 1
 _SCHEMA = """
 CREATE TABLE rollouts (
   id INTEGER PRIMARY KEY, worker TEXT NOT NULL, counter INTEGER NOT NULL, epoch INTEGER NOT NULL, step INTEGER NOT NULL,
+  newest_epoch INTEGER NOT NULL, newest_step INTEGER NOT NULL,
   body BLOB NOT NULL, reward REAL NOT NULL, size_bytes INTEGER NOT NULL, accepted_at REAL NOT NULL, taken_for INTEGER
 );
 CREATE INDEX rollouts_fresh ON rollouts (taken_for, epoch, step, id, size_bytes);
@@ -30,10 +30,16 @@ CREATE TABLE counts (reason TEXT PRIMARY KEY, groups INTEGER NOT NULL) WITHOUT R
 ADDED, DUPLICATE, EVICTED = "added", "duplicate", "evicted"
 TOO_STALE, ABANDONED_BRANCH, FUTURE_VERSION = "too-stale", "abandoned-branch", "future-version"
 
+LagRule = Callable[[PolicyVersion], int | str | None]
+"""How many steps behind a version is; or why it has no lag (None: it is of a branch that the run has left)."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """One accepted group. `(worker, counter)` names it; `version` is the oldest that any of its tokens came from."""
+    """One accepted group, named by `(worker, counter)`. `version` is the oldest that any of its tokens came from.
+
+    `newest` is the newest one, the same unless given: after a restart it may lie on a branch that the run has left.
+    """
 
     worker: str
     counter: int
@@ -41,6 +47,7 @@ class StoredRollout:
     body: bytes
     reward: float
     accepted_at: float
+    newest: PolicyVersion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,50 +116,41 @@ class ReplayBuffer:
 
     def add(self, rollout: StoredRollout) -> bool:
         """Keep a rollout; durable when this returns. False if this (worker, counter) was ever here before."""
+        newest = rollout.newest or rollout.version
         with self._transaction():
             if not self._seen.remember(self._db, rollout.worker, rollout.counter):
                 self._count(DUPLICATE, 1)
                 return False
             self._db.execute(
-                "INSERT INTO rollouts (worker, counter, epoch, step, body, reward, size_bytes, accepted_at)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO rollouts (worker, counter, epoch, step, newest_epoch, newest_step,"
+                " body, reward, size_bytes, accepted_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     rollout.worker, rollout.counter, rollout.version.epoch, rollout.version.step,
-                    rollout.body, rollout.reward, len(rollout.body), rollout.accepted_at,
+                    newest.epoch, newest.step, rollout.body, rollout.reward, len(rollout.body), rollout.accepted_at,
                 ),
             )  # fmt: skip
             self._count(ADDED, 1)
             self._evict()
         return True
 
-    def take(
-        self, count: int, *, step: int, lag: Callable[[PolicyVersion], int | None], max_lag: int
-    ) -> tuple[TakenRollout, ...]:
+    def take(self, count: int, *, step: int, lag: LagRule, max_lag: int) -> tuple[TakenRollout, ...]:
         """Exactly `count` groups for the training step `step`, freshest first; none if fewer are fresh enough.
 
-        `lag` says how many steps behind a version is, None if it is of a branch that the run has left. Whatever isn't
-        within 0…`max_lag` now is dropped and counted by reason: lag only grows.
+        Whatever isn't within 0…`max_lag` now, or of a branch that the run has left, is dropped and counted by reason:
+        lag only grows.
         """
         with self._transaction():
             lags = self._drop_unusable(lag, max_lag)
-            if sum(groups for _, groups in lags.values()) < count:
+            rows = self._db.execute(
+                "SELECT id, worker, counter, epoch, step, newest_epoch, newest_step, body, reward, accepted_at"
+                " FROM rollouts WHERE taken_for IS NULL ORDER BY epoch DESC, step DESC, id LIMIT ?",
+                (count,),
+            ).fetchall()
+            if len(rows) < count:
                 return ()
-            taken: list[TakenRollout] = []
-            ids: list[tuple[int, int]] = []
-            for version in sorted(lags, key=lambda version: (lags[version][0], -version.epoch, -version.step)):
-                rows = self._db.execute(
-                    "SELECT id, worker, counter, body, reward, accepted_at FROM rollouts"
-                    " WHERE taken_for IS NULL AND epoch = ? AND step = ? ORDER BY id LIMIT ?",
-                    (version.epoch, version.step, count - len(taken)),
-                )
-                for number, worker, counter, body, reward, accepted_at in rows:
-                    rollout = StoredRollout(worker, counter, version, body, reward, accepted_at)
-                    taken.append(TakenRollout(rollout, lags[version][0]))
-                    ids.append((step, number))
-                if len(taken) == count:
-                    break
-            self._db.executemany("UPDATE rollouts SET taken_for = ? WHERE id = ?", ids)
-        return tuple(taken)
+            self._db.executemany("UPDATE rollouts SET taken_for = ? WHERE id = ?", [(step, row[0]) for row in rows])
+        rollouts = [_decode(row) for row in rows]
+        return tuple(TakenRollout(rollout, lags[rollout.version]) for rollout in rollouts)
 
     def commit(self, step: int) -> None:
         """Delete what was taken for steps up to `step`: a checkpoint that holds them is durable."""
@@ -184,9 +182,7 @@ class ReplayBuffer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _evict(self) -> None:
@@ -202,23 +198,25 @@ class ReplayBuffer:
             )
             self._count(EVICTED, 1)
 
-    def _drop_unusable(
-        self, lag: Callable[[PolicyVersion], int | None], max_lag: int
-    ) -> dict[PolicyVersion, tuple[int, int]]:
-        """Drops and counts what is out of bounds; returns (lag, groups) by version of what waits and is not."""
-        usable: dict[PolicyVersion, tuple[int, int]] = {}
+    def _drop_unusable(self, lag: LagRule, max_lag: int) -> dict[PolicyVersion, int]:
+        """Drops and counts what may not be trained on now; returns the lag by version of what is left."""
+        usable: dict[PolicyVersion, int] = {}
         waiting = self._db.execute(
-            "SELECT epoch, step, COUNT(*) FROM rollouts WHERE taken_for IS NULL GROUP BY epoch, step"
+            "SELECT epoch, step, newest_epoch, newest_step, COUNT(*) FROM rollouts WHERE taken_for IS NULL"
+            " GROUP BY epoch, step, newest_epoch, newest_step"
         ).fetchall()
-        for epoch, step, groups in waiting:
-            version = PolicyVersion(epoch=epoch, step=step)
-            steps = lag(version)
-            if steps is not None and 0 <= steps <= max_lag:
-                usable[version] = (steps, groups)
+        for epoch, step, newest_epoch, newest_step, groups in waiting:
+            oldest, newest = PolicyVersion(epoch=epoch, step=step), PolicyVersion(epoch=newest_epoch, step=newest_step)
+            steps, fault = _judge(lag(oldest), lag(newest), max_lag)
+            if fault is None:
+                usable[oldest] = steps
                 continue
-            reason = ABANDONED_BRANCH if steps is None else FUTURE_VERSION if steps < 0 else TOO_STALE
-            self._db.execute("DELETE FROM rollouts WHERE taken_for IS NULL AND epoch = ? AND step = ?", (epoch, step))
-            self._count(reason, groups)
+            self._db.execute(
+                "DELETE FROM rollouts WHERE taken_for IS NULL"
+                " AND epoch = ? AND step = ? AND newest_epoch = ? AND newest_step = ?",
+                (epoch, step, newest_epoch, newest_step),
+            )
+            self._count(fault, groups)
         return usable
 
     def _count(self, reason: str, groups: int) -> None:
@@ -235,23 +233,28 @@ class ReplayBuffer:
         """All of the block or nothing, one at a time; SQLite's failures become ours."""
         with self._lock:
             try:
-                self._db.execute("BEGIN IMMEDIATE")
-                yield
-                self._db.execute("COMMIT")
+                with self._db:  # commits, or rolls back on an error
+                    self._db.execute("BEGIN IMMEDIATE")
+                    yield
             except sqlite3.Error as error:
-                self._roll_back()
                 raise self._failure(error) from error
-            except BaseException:
-                self._roll_back()
-                raise
-
-    def _roll_back(self) -> None:
-        try:
-            in_transaction = self._db.in_transaction
-        except sqlite3.ProgrammingError:  # closed
-            return
-        if in_transaction:
-            self._db.execute("ROLLBACK")
 
     def _failure(self, error: sqlite3.Error) -> TrainerError:
         return TrainerError(f"The rollout buffer {self._path} can't be used ({error}): free space, or move it away.")
+
+
+def _judge(oldest: int | str | None, newest: int | str | None, max_lag: int) -> tuple[int, str | None]:
+    """The lag of a group, and why it may not be trained on, from what the rule says of its two ends."""
+    for end in (oldest, newest):
+        if not isinstance(end, int):
+            return 0, end or ABANDONED_BRANCH
+        if end < 0:
+            return 0, FUTURE_VERSION
+    assert isinstance(oldest, int)
+    return oldest, TOO_STALE if oldest > max_lag else None
+
+
+def _decode(row: tuple[Any, ...]) -> StoredRollout:
+    _, worker, counter, epoch, step, newest_epoch, newest_step, body, reward, accepted_at = row
+    oldest, newest = PolicyVersion(epoch=epoch, step=step), PolicyVersion(epoch=newest_epoch, step=newest_step)
+    return StoredRollout(worker, counter, oldest, body, reward, accepted_at, None if newest == oldest else newest)

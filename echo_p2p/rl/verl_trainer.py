@@ -3,8 +3,6 @@
 Advantages, correction and loss are verl's own functions. Knows no network, task, version or file but its checkpoints.
 """
 
-import functools
-import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +19,7 @@ from echo_p2p.rl.checkpoint import Progress, read_checkpoint, write_checkpoint
 from echo_p2p.rl.drift import measure_drift
 from echo_p2p.rl.trainer import StepReport, TrainingRow
 from echo_p2p.rl.verl_cpu import prepare_verl, quietly
+from echo_p2p.rl.verl_worker import build_worker, verl_module
 from echo_protocols.run import Algorithm
 
 # The decoupled form (arXiv 2505.24298): the clipped ratio is taken against the policy before the step, and the weight
@@ -56,7 +55,7 @@ class VerlTrainer:
         self._fork_devices: list[int] | None = [] if device == "cpu" else None
         self._updates = 0
         with quietly(), self._generators():
-            self._worker = _build_worker(str(model_path), algorithm, device)
+            self._worker = build_worker(str(model_path), algorithm, device)
         self._aliases = _tied_names(self._engine.module)
 
     @property
@@ -96,7 +95,7 @@ class VerlTrainer:
 
     def _infer(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of the responses before the step, and entropies; both (rows, response)."""
-        tensors, padding = _verl("utils.tensordict_utils"), _verl("workers.utils.padding")
+        tensors, padding = verl_module("utils.tensordict_utils"), verl_module("workers.utils.padding")
         data = self._data(batch, calculate_entropy=True, compute_loss=False)
         out = self._worker.infer_batch(data)
         logprobs, entropy = (
@@ -108,7 +107,7 @@ class VerlTrainer:
         """Adds what the loss reads to the batch; returns the figures of the drift and of its correction."""
         fields, mask = batch.batch, batch.batch["response_mask"]
         behaviour = fields["rollout_log_probs"]
-        estimator = _verl("trainer.ppo.core_algos").get_adv_estimator_fn(self._algorithm.name)
+        estimator = verl_module("trainer.ppo.core_algos").get_adv_estimator_fn(self._algorithm.name)
         advantages, _ = estimator(
             token_level_rewards=fields["token_level_rewards"].clone(),
             response_mask=mask,
@@ -133,7 +132,7 @@ class VerlTrainer:
 
     def _update(self, batch: Any) -> dict[str, float]:
         worker = self._worker
-        tensors = _verl("utils.tensordict_utils")
+        tensors = verl_module("utils.tensordict_utils")
         worker.optimizer_zero_grad()
         out = worker.forward_backward(self._data(batch, calculate_entropy=False, compute_loss=True))
         loss = float(tensors.get(out, "metrics")["loss"])
@@ -147,10 +146,10 @@ class VerlTrainer:
 
     def _data(self, batch: Any, **settings: Any) -> Any:
         """The batch in verl's form without padding, cut into micro-batches of equal size."""
-        data = _verl("workers.utils.padding").left_right_2_no_padding(batch.to_tensordict())
+        data = verl_module("workers.utils.padding").left_right_2_no_padding(batch.to_tensordict())
         rows = len(batch)
         micro = next(size for size in range(min(rows, self._micro_batch_rows), 0, -1) if rows % size == 0)
-        _verl("utils.tensordict_utils").assign_non_tensor(
+        verl_module("utils.tensordict_utils").assign_non_tensor(
             data, global_batch_size=rows, micro_batch_size_per_gpu=micro, use_dynamic_bsz=False, **settings
         )
         return data
@@ -208,51 +207,6 @@ class VerlTrainer:
         self._worker = None
 
 
-def _build_worker(model_path: str, algorithm: Algorithm, device: str) -> Any:
-    config, checkpoints = _verl("workers.config"), _verl("trainer.config")
-    precision = "fp32" if device == "cpu" else "bf16"  # of the passes; the parameters are fp32
-    worker = _verl("workers.engine_workers_tinker").TinkerTrainingWorker(
-        config.TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=config.HFModelConfig(
-                path=model_path,
-                load_tokenizer=False,
-                use_remove_padding=False,
-                enable_gradient_checkpointing=device != "cpu",
-                override_config={"attn_implementation": "sdpa"},
-            ),
-            engine_config=config.FSDPEngineConfig(
-                strategy="fsdp2",
-                model_dtype="fp32",
-                mixed_precision={"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-                use_torch_compile=False,
-                use_dynamic_bsz=False,
-                reshard_after_forward=False,
-            ),
-            optimizer_config=config.FSDPOptimizerConfig(
-                lr=algorithm.learning_rate,
-                weight_decay=algorithm.weight_decay,
-                clip_grad=algorithm.grad_clip,
-                lr_warmup_steps=0,
-                total_training_steps=1,
-            ),
-            checkpoint_config=checkpoints.CheckpointConfig(),
-            profiler_config=None,
-        )
-    )
-    worker.reset()
-    actor = config.FSDPActorConfig(
-        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio=algorithm.clip_ratio,
-        clip_ratio_low=algorithm.clip_ratio, clip_ratio_high=algorithm.clip_ratio,
-    )  # fmt: skip
-    worker.set_loss_fn(functools.partial(_verl("workers.utils.losses").ppo_loss, config=actor))
-    return worker
-
-
-def _verl(module: str) -> Any:
-    return importlib.import_module(f"verl.{module}")
-
-
 @contextmanager
 def _seeded(seed: int, devices: list[int] | None) -> Iterator[None]:
     with torch.random.fork_rng(devices):
@@ -272,7 +226,7 @@ def _tied_names(module: Any) -> frozenset[str]:
 
 def _batch(rows: tuple[TrainingRow, ...], temperature: float) -> Any:
     """The rows as verl's DataProto."""
-    return _verl("protocol").DataProto.from_dict(
+    return verl_module("protocol").DataProto.from_dict(
         tensors={name: torch.from_numpy(field) for name, field in pad_rows(rows).items()},
         non_tensors={"uid": np.array([row.group for row in rows], dtype=object)},
         meta_info={"temperature": temperature},
@@ -287,7 +241,7 @@ def _correction_weights(
     ratios = (proximal - behaviour)[mask.bool()].exp()
     if algorithm.correction == "icepop" and not ((ratios >= low) & (ratios <= high)).any():
         return torch.zeros_like(proximal), 1.0  # verl's metrics divide by zero here
-    weights, metrics = _verl("trainer.ppo.rollout_corr_helper").compute_rollout_correction_weights(
+    weights, metrics = verl_module("trainer.ppo.rollout_corr_helper").compute_rollout_correction_weights(
         log_ratio=proximal - behaviour,
         response_mask=mask,
         rollout_is="token",

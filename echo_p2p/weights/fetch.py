@@ -241,6 +241,10 @@ class Replica:
         """Return once `version` can be switched to. Raises WeightsError if it is superseded, or late."""
         await self._staged.wait_for(version)
 
+    async def newer_than(self, version: PolicyVersion | None) -> PolicyVersion:
+        """The newest staged version, once it is newer than `version`."""
+        return await self._staged.newer_than(version)
+
     def switch(self, version: PolicyVersion, stage: Changeable) -> None:
         """Apply all staged versions up to `version` to the live stage, in order. Raises WeightsError."""
         self._staged.switch(version, stage)

@@ -74,6 +74,14 @@ class StagedUpdates:
             return
         raise WeightsError(f"version {version} was not staged within {self._timeout_s:g} s")
 
+    async def newer_than(self, version: PolicyVersion | None) -> PolicyVersion:
+        """The newest version that can be switched to, once it is newer than `version`."""
+        while True:
+            newest = max(self.available(), default=None)
+            if newest is not None and (version is None or newest > version):
+                return newest
+            await self._changed.wait()
+
     def switch(self, version: PolicyVersion, stage: Changeable) -> None:
         """Apply what is staged up to `version`, in order, and drop it. Raises WeightsError if it isn't staged.
 

@@ -4,6 +4,7 @@ Heavy packages are imported by the command that needs them, so that `--help` ans
 """
 
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,22 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ECHO", 
 
 
 class _Sentences(click.Group):
-    """Turns our errors into one sentence on stderr and an exit status: 2 for the user's input, 1 for the rest."""
+    """Turns errors into one sentence on stderr and an exit status: 2 for the user's input, 1 for the rest."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (EchoError, BaseExceptionGroup) as raised:
-            error = _first(raised)
-            if not isinstance(error, EchoError) or ctx.params.get("verbose"):
-                raise
-            click.echo(f"echo-node: {error}", err=True)
+        except (EchoError, ExceptionGroup) as raised:
+            error = _innermost(raised)
+            if ctx.params.get("verbose") or not isinstance(error, EchoError):
+                traceback.print_exception(error)
+            click.echo(f"echo-node: {error if isinstance(error, EchoError) else repr(error)}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-def _first(error: BaseException) -> BaseException:
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+def _innermost(error: BaseException) -> BaseException:
+    # nurseries wrap what their tasks raise, level by level; the first cause is what a person needs
+    return _innermost(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 @click.group(cls=_Sentences, context_settings=CONTEXT)
@@ -68,8 +70,7 @@ def _network_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _config(role: str, flags: dict[str, Any]) -> NodeConfig:
-    overrides: dict[str, object] = dict(_setting(text) for text in flags.pop("settings"))
-    overrides |= {
+    given = {
         "role": role,
         "swarm": flags["swarm"],
         "network.peers": list(flags["peers"]) or None,
@@ -84,6 +85,8 @@ def _config(role: str, flags: dict[str, Any]) -> NodeConfig:
         "inference.max_layers": flags.get("max_layers"),
         "inference.slowdown_s": flags.get("slowdown"),
     }
+    overrides: dict[str, object] = dict(_setting(text) for text in flags["settings"])
+    overrides |= {key: value for key, value in given.items() if value is not None}
     return load_config(flags["config"], overrides)
 
 
@@ -140,7 +143,9 @@ def co_located(ctx: click.Context, config: Path | None, settings: tuple[str, ...
     from echo_node.logs import set_up_logging
 
     set_up_logging(verbosity=ctx.meta["verbosity"], as_json=ctx.meta["log_json"])
-    overrides = dict(_setting(text) for text in settings) | {"role": "trainer", "trainer.steps": steps}
+    overrides = dict(_setting(text) for text in settings) | {"role": "trainer"}
+    if steps is not None:
+        overrides["trainer.steps"] = steps
     from echo_node.co_located import run_co_located
 
     sys.exit(run_co_located(load_config(config, overrides), ctx.obj))

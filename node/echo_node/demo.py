@@ -141,7 +141,7 @@ async def _swarm(fleet: Fleet, watch: Watch, options: DemoOptions) -> None:
             watch.failure = error
             nursery.cancel_scope.cancel()
             return
-        config = await _write_config(fleet.root)
+        config = _write_config(fleet.root)
         trainer = launch("trainer", "join", "--role", "trainer", "--config", str(config), *shared, *_run_flags(options))
         for name, *limits in _inference_nodes(options):
             launch(name, "join", "--role", "inference", *limits, *shared)
@@ -150,7 +150,7 @@ async def _swarm(fleet: Fleet, watch: Watch, options: DemoOptions) -> None:
 
 
 async def _co_located(fleet: Fleet, watch: Watch, options: DemoOptions) -> None:
-    config = await _write_config(fleet.root)
+    config = _write_config(fleet.root)
     flags = ["--set", f"run.protocol={options.protocol}", "--set", f"run.seed={options.seed}", *_settings(options)]
     steps = [] if options.steps is None else ["--steps", str(options.steps)]
     node = fleet.launch("co-located", ["co-located", "--config", str(config), *flags, *steps])
@@ -182,10 +182,10 @@ def _settings(options: DemoOptions) -> list[str]:
     return [part for setting in options.settings for part in ("--set", setting)]
 
 
-async def _write_config(root: Path) -> Path:
+def _write_config(root: Path) -> Path:
     path = root / "demo.toml"
     root.mkdir(parents=True, exist_ok=True)
-    await trio.Path(path).write_bytes(resources.files("echo_node").joinpath("demo.toml").read_bytes())
+    path.write_bytes(resources.files("echo_node").joinpath("demo.toml").read_bytes())
     return path
 
 

@@ -90,9 +90,8 @@ class BufferGather:
         opened = [reopen(each.rollout.body, ROLLOUT) for each in taken]
         return [grade(learner.prompts, each.signer, each.payload) for each in opened]
 
-    def _lag(self, version: PolicyVersion) -> int | None:
-        lag = self._learner.lineage.lag(version, self._learner.version)
-        return lag if isinstance(lag, int) else None
+    def _lag(self, version: PolicyVersion) -> int | str:
+        return self._learner.lineage.lag(version, self._learner.version)
 
     async def _receive(self, topic: str, handle: "_Handler") -> None:
         async with self._presence.gossip.subscribe(topic) as messages:
@@ -139,6 +138,7 @@ class BufferGather:
                 worker=opened.signer,
                 counter=group.counter,
                 version=group.oldest,
+                newest=group.newest,
                 body=data,
                 reward=grade(self._learner.prompts, opened.signer, group).reward,
                 accepted_at=time.time(),

@@ -46,6 +46,7 @@ class Learner:
         self.continues: PolicyVersion | None = None
         self.prompts = prompts
         self._folder = folder
+        self._checkpoints = folder / "checkpoints"
         self._engine = engine
         self._publisher = publisher
         self._config = config
@@ -107,12 +108,12 @@ class Learner:
         """Write a checkpoint, durable on return; the step that it holds."""
         if self._saved == self.version.step:
             return self._saved
-        name = f"checkpoint-{self.version}"
-        self._engine.save(self._folder / name)
+        name = str(self.version)
+        self._engine.save(self._checkpoints / name)
         progress = _Progress(version=self.version, checkpoint=name, epochs=dict(self.lineage.epochs))
         write_whole(self._folder / "progress.json", msgspec.json.encode(progress))
         self._saved = self.version.step
-        older = sorted(self._folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+        older = sorted(self._checkpoints.iterdir(), key=lambda path: path.stat().st_mtime)
         for path in older[:-_CHECKPOINTS_KEPT]:
             shutil.rmtree(path, ignore_errors=True)
         return self._saved
@@ -125,7 +126,7 @@ class Learner:
             progress = msgspec.json.decode(path.read_bytes(), type=_Progress)
         except msgspec.DecodeError as error:
             raise TrainerError(f"{path} is damaged ({error}); move the run's folder away to start anew.") from error
-        self._engine.load(self._folder / progress.checkpoint)
+        self._engine.load(self._checkpoints / progress.checkpoint)
         self.lineage = Lineage(progress.epochs)
         self.continues = progress.version
         self.version = PolicyVersion(epoch=self._next_epoch(progress.version.epoch), step=progress.version.step)

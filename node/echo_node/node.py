@@ -3,7 +3,7 @@
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -21,13 +21,17 @@ log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 
+_Role = Callable[[Board, Places], Awaitable[None]]
+
 
 def run_node(config: NodeConfig, places: Places, journal: Journal, *, announce: Callable[[str], None]) -> int:
     """Run until the role is done or a signal comes; the exit status. `announce` gets the line for the next machine."""
-    return trio.run(_run, config, places, journal, announce)
+    return trio.run(_run, config, _load_role(config.role), places, journal, announce)
 
 
-async def _run(config: NodeConfig, places: Places, journal: Journal, announce: Callable[[str], None]) -> int:
+async def _run(
+    config: NodeConfig, role: _Role, places: Places, journal: Journal, announce: Callable[[str], None]
+) -> int:
     status = 0
     async with trio.open_nursery() as nursery:
 
@@ -40,12 +44,14 @@ async def _run(config: NodeConfig, places: Places, journal: Journal, announce: C
                     nursery.cancel_scope.cancel()
 
         nursery.start_soon(drain_on_signal)
-        await _live(config, places, journal, announce)
+        await _live(config, role, places, journal, announce)
         nursery.cancel_scope.cancel()
     return status
 
 
-async def _live(config: NodeConfig, places: Places, journal: Journal, announce: Callable[[str], None]) -> None:
+async def _live(
+    config: NodeConfig, role: _Role, places: Places, journal: Journal, announce: Callable[[str], None]
+) -> None:
     identity = await trio.to_thread.run_sync(load_or_create, places.identity)
     record = RoleRecord(role=config.role, software=SOFTWARE)
     async with (
@@ -66,21 +72,22 @@ async def _live(config: NodeConfig, places: Places, journal: Journal, announce: 
         with whereabouts(places, here):
             log.info("%s %s of swarm %s, page at %s", config.role, identity.peer_id, config.swarm, here.http)
             announce(join_line(presence))
-            await _role(board, places)
+            await role(board, places)
         nursery.cancel_scope.cancel()
 
 
-async def _role(board: Board, places: Places) -> None:
-    match board.config.role:
-        case "bootstrap":
-            from echo_bootstrap.server import run_bootstrap
-
-            await run_bootstrap(board.presence)
+def _load_role(name: str) -> _Role:
+    """Import what a role needs: seconds of work, done before the network is up."""
+    match name:
         case "trainer":
             from echo_node.trainer import run_trainer
 
-            await run_trainer(board, places)
+            return run_trainer
         case "inference":
             from echo_node.inference import run_inference
 
-            await run_inference(board, places)
+            return run_inference
+        case _:
+            from echo_bootstrap.server import run_bootstrap
+
+            return lambda board, _: run_bootstrap(board.presence)

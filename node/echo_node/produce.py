@@ -4,6 +4,7 @@ Knows no reward, no engine and no way to fetch weights.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,16 +39,18 @@ _RETRY_S = 1.0
 
 
 class Counter:
-    """Numbers a worker's groups from 0, over restarts: a number is on disk before it is used."""
+    """Numbers a worker's groups from 0, over restarts: a number is on disk before it is used. Safe between threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.Lock()
         self._next = int(path.read_text()) if path.exists() else 0
 
     def take(self) -> int:
         """The next number."""
-        number, self._next = self._next, self._next + 1
-        write_whole(self._path, str(self._next).encode())
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            write_whole(self._path, str(self._next).encode())
         return number
 
 
@@ -117,10 +120,7 @@ class Head:
 
     async def _keep_switched(self, replica: Replica) -> None:
         while True:
-            staged = replica.version
-            if staged is None or staged <= self._driver.version:
-                await replica.newer_than(self._driver.version)
-                continue
+            staged = await replica.newer_than(self._driver.version)
             try:
                 await self.switch(staged)
             except WeightsError as error:

@@ -20,7 +20,7 @@ from echo_node.prompts import Prompts
 from echo_node.state import InferenceView
 from echo_p2p.chain.driver import open_chain
 from echo_p2p.chain.host import StageHost
-from echo_p2p.chain.ring import Ring
+from echo_p2p.chain.ring import Ring, opening_fault
 from echo_p2p.chain.server import ChainServer
 from echo_p2p.chain.shape import model_shape
 from echo_p2p.chain.stage import Stage
@@ -150,11 +150,7 @@ class Service:
     def _allow(self, peer: str, opening: Open) -> str | None:
         """Only the plan's predecessor may feed us, for this run."""
         plan = self._presence.swarm.plan
-        if opening.run_id != self._run.run_id:
-            return "another run"
-        if plan is None or tuple(opening.route) not in plan.chains:
-            return "not a chain of the plan"
-        return None
+        return "there is no plan yet" if plan is None else opening_fault(opening, plan, self._run.run_id)
 
     async def _drive(self, assignment: Assignment, server: ChainServer, replica: Replica) -> None:
         """Keep the ring open and working; one that fails is opened again."""

@@ -60,15 +60,19 @@ def make_manifest(config: NodeConfig, trainer: str) -> RunManifest:
 
 def load_engine(config: NodeConfig) -> Trainer:
     """The training engine, on the configured device."""
+    import torch
+
     from echo_p2p.rl.verl_trainer import VerlTrainer
 
-    run = config.run
+    run, device = config.run, config.trainer.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     return VerlTrainer(
         resolve_model(run.model),
         run.algorithm,
         seed=run.seed,
         temperature=run.sampling.temperature,
-        device=config.trainer.device,
+        device=device,
         micro_batch_rows=config.trainer.micro_batch_rows,
     )
 

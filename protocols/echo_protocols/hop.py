@@ -26,6 +26,7 @@ _TOKENS = struct.Struct("<IIIII")  # lane, step, epoch, version step, rows
 _MAGIC: Final = b"eh"
 _FORMAT: Final = 1
 _FLOAT32: Final = 1
+_FLOAT32_SHARED: Final = 2  # one row of states stands for all: the rows of a prompt are alike
 
 Number = Annotated[int, Meta(ge=0, lt=2**32)]
 Text = Annotated[str, Meta(max_length=512)]
@@ -120,7 +121,8 @@ class Forward(Struct, frozen=True, kw_only=True):
     width: int
     rows: Buffer  # (rows,) int32
     positions: Buffer  # (rows,) int32, of the first hidden state of each row
-    payload: Buffer  # (rows, length, width) float32
+    payload: Buffer  # (rows, length, width) float32, or (1, length, width) if `shared`
+    shared: bool = False
 
 
 class Tokens(Struct, frozen=True, kw_only=True):
@@ -158,7 +160,8 @@ def encode(chain: bytes, frame: Frame) -> tuple[Buffer, ...]:
     prefix = _PREFIX.pack(_MAGIC, _FORMAT, _KINDS[type(frame)], chain)
     match frame:
         case Forward(lane=lane, step=step, version=version, rows=rows, length=length, width=width):
-            head = _FORWARD.pack(lane, step, version.epoch, version.step, len(rows) // 4, length, width, _FLOAT32)
+            dtype = _FLOAT32_SHARED if frame.shared else _FLOAT32
+            head = _FORWARD.pack(lane, step, version.epoch, version.step, len(rows) // 4, length, width, dtype)
             return prefix + head + rows + frame.positions, frame.payload
         case Tokens(lane=lane, step=step, version=version, rows=rows):
             head = _TOKENS.pack(lane, step, version.epoch, version.step, len(rows) // 4)
@@ -189,11 +192,12 @@ def decode(data: bytes) -> tuple[bytes, Frame]:
 
 def _decode_forward(body: memoryview) -> Forward:
     lane, step, epoch, number, rows, length, width, dtype = _FORWARD.unpack_from(body)
-    if dtype != _FLOAT32:
+    if dtype not in (_FLOAT32, _FLOAT32_SHARED):
         raise BadFrame(f"dtype {dtype} is unknown")
     if not (1 <= rows <= MAX_ROWS and 1 <= length <= MAX_LENGTH and 1 <= width <= MAX_WIDTH):
         raise BadFrame(f"hidden states of shape ({rows}, {length}, {width}) are out of bounds")
-    indices, positions, payload = _split(body[_FORWARD.size :], 4 * rows, 4 * rows, 4 * rows * length * width)
+    states = 4 * length * width * (1 if dtype == _FLOAT32_SHARED else rows)
+    indices, positions, payload = _split(body[_FORWARD.size :], 4 * rows, 4 * rows, states)
     return Forward(
         lane=lane,
         step=step,
@@ -203,6 +207,7 @@ def _decode_forward(body: memoryview) -> Forward:
         rows=indices,
         positions=positions,
         payload=payload,
+        shared=dtype == _FLOAT32_SHARED,
     )
 
 
