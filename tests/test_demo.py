@@ -72,7 +72,7 @@ if "stubborn" not in behaviours:
     signal.signal(signal.SIGTERM, lambda *_: (child and child.kill(), os._exit(0)))
 print("echo-node join --role inference --swarm s --peer /ip4/127.0.0.1/tcp/4001/p2p/12D3KooWfake")
 while True:
-    time.sleep(600)
+    time.sleep(0.05)  # short: the signal may be taken by the other thread, which does not wake this one
 """
 
 SUMMARY_KEYS = {

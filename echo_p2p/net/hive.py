@@ -4,6 +4,7 @@ The only home of hivemind. hivemind lives on one asyncio loop in a thread, which
 from trio straight to the daemon (`net.daemon`). Knows nothing of what records and frames mean.
 """
 
+import importlib
 import logging
 import os
 import signal
@@ -30,6 +31,7 @@ __all__ = ["HiveNode", "HiveSettings", "Role", "open_hive"]
 
 logger = logging.getLogger(__name__)
 
+IMPORT_DEADLINE_S = 120.0
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 5.0
 STORED_KEYS_MAX = 4096
@@ -143,6 +145,8 @@ async def _start(identity: Identity, settings: HiveSettings, portal: Portal, fol
     key_path.touch(mode=0o600)
     key_path.write_bytes(to_file_bytes(identity))
     try:
+        with trio.CancelScope(shield=True), trio.fail_after(IMPORT_DEADLINE_S):
+            await portal.call(_import_vendor)
         with trio.CancelScope(shield=True), trio.fail_after(START_DEADLINE_S):
             return await portal.call(_start_vendor, identity, settings, key_path)
     except trio.TooSlowError as error:
@@ -153,12 +157,16 @@ async def _start(identity: Identity, settings: HiveSettings, portal: Portal, fol
         key_path.unlink()
 
 
-async def _start_vendor(identity: Identity, settings: HiveSettings, key_path: Path) -> Any:
-    # Imported here, on hivemind's own thread: it takes 3 s. libp2p comes first, because both register the protobuf
-    # file `crypto.pb` and libp2p's holds all of hivemind's.
+async def _import_vendor() -> None:
+    # On hivemind's own thread: it takes 3 s, and many times that on a busy machine. libp2p comes first, because both
+    # register the protobuf file `crypto.pb` and libp2p's holds all of hivemind's.
     from echo_p2p.net.gossip import KEY_MESSAGES
 
     sys.modules.setdefault("hivemind.proto.crypto_pb2", KEY_MESSAGES)
+    importlib.import_module("hivemind.dht.node")
+
+
+async def _start_vendor(identity: Identity, settings: HiveSettings, key_path: Path) -> Any:
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
