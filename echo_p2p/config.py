@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from echo_p2p.errors import ConfigError
-from echo_protocols.run import Admission, Algorithm, Protocol, Sampling, TaskSpec
+from echo_protocols.run import Admission, Algorithm, Protocol, Sampling, TaskSpec, check_group_tokens
+from echo_protocols.values import Name
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0.0)]
@@ -34,19 +35,22 @@ class NetworkConfig(Struct, frozen=True, kw_only=True):
 
 
 class RunConfig(Struct, frozen=True, kw_only=True):
-    """What a run is: becomes the signed manifest."""
+    """What a run is: becomes the signed manifest, and has its bounds."""
 
-    model: str = "tiny"
+    model: Name = "tiny"
     protocol: Protocol = "async"
     max_lag: Annotated[int, Meta(ge=0, le=1024)] = 4
     group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
     groups_per_step: Annotated[int, Meta(ge=1, le=65536)] = 8
-    prompts: Positive = 1_000_000
-    seed: Annotated[int, Meta(ge=0)] = 1
+    prompts: Annotated[int, Meta(ge=1, le=2**40)] = 1_000_000
+    seed: Annotated[int, Meta(ge=0, le=2**53)] = 1
     task: TaskSpec = TaskSpec()
     algorithm: Algorithm = Algorithm()
     sampling: Sampling = Sampling()
     admission: Admission = Admission()
+
+    def __post_init__(self) -> None:
+        check_group_tokens(self.group_size, self.sampling)
 
 
 class TrainerConfig(Struct, frozen=True, kw_only=True):
@@ -79,7 +83,7 @@ class InferenceConfig(Struct, frozen=True, kw_only=True):
 class NodeConfig(Struct, frozen=True, kw_only=True):
     """Everything one node needs to start."""
 
-    swarm: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")] = "echo"
+    swarm: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")] = "echo"
     role: Literal["bootstrap", "trainer", "inference"] = "inference"
     network: NetworkConfig = NetworkConfig()
     run: RunConfig = RunConfig()

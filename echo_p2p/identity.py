@@ -1,7 +1,7 @@
 """A node's Ed25519 key: its file, its PeerID, its signatures. Knows no network stack.
 
-The file holds libp2p's protobuf `PrivateKey(key_type=Ed25519, data=seed || public key)`, which both stacks accept;
-the PeerID is the identity multihash of the protobuf `PublicKey`, so a PeerID alone verifies a signature.
+The file holds libp2p's protobuf `PrivateKey(key_type=Ed25519, data=seed || public key)`, which both stacks accept.
+What a PeerID is, and what a signature is worth, is said in `echo_protocols.keys`.
 """
 
 import os
@@ -10,20 +10,18 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo_p2p import protobuf
 from echo_p2p.errors import IdentityError
+from echo_protocols import keys
+from echo_protocols.keys import base58_decode as base58_decode  # for the network code, which spells PeerIDs
+from echo_protocols.keys import base58_encode as base58_encode
 
 SEED_BYTES = 32
 SIGNATURE_BYTES = 64
 
 _ED25519 = 1  # libp2p's KeyType
-_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-# Identity multihash (code 0, 36 bytes) of PublicKey(key_type=Ed25519, data=32 bytes).
-_PEER_PREFIX = bytes([0, 36]) + protobuf.encode((1, _ED25519)) + bytes([0x12, 32])
-_PEER_CHARACTERS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,37 +45,31 @@ def generate() -> Identity:
 def from_seed(seed: bytes) -> Identity:
     """The identity of a 32-byte seed."""
     public_key = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
-    return Identity(seed, public_key, peer_id_of(public_key))
-
-
-def peer_id_of(public_key: bytes) -> str:
-    """The PeerID of a 32-byte Ed25519 public key."""
-    return base58_encode(_PEER_PREFIX + public_key)
+    return Identity(seed, public_key, keys.peer_id(public_key))
 
 
 def public_key_of(peer_id: str) -> bytes:
     """The public key inside an Ed25519 PeerID. Raises IdentityError if it is none."""
-    raw = peer_id_bytes(peer_id)
-    if len(raw) != len(_PEER_PREFIX) + 32 or not raw.startswith(_PEER_PREFIX):
-        raise IdentityError(f"{peer_id!r} is not an Ed25519 PeerID; it must look like 12D3Koo…")
-    return raw[len(_PEER_PREFIX) :]
+    try:
+        return keys.public_key(peer_id)
+    except ValueError as error:
+        raise IdentityError(str(error)) from None
 
 
 def peer_id_bytes(peer_id: str) -> bytes:
     """The bytes behind a base58 PeerID. Raises IdentityError if it is not base58."""
-    if len(peer_id) > _PEER_CHARACTERS_MAX:
-        raise IdentityError(f"a PeerID of {len(peer_id)} characters is too long; it must look like 12D3Koo…")
-    return base58_decode(peer_id)
+    try:
+        return base58_decode(peer_id)
+    except ValueError as error:
+        raise IdentityError(str(error)) from None
 
 
 def verify(signer: bytes | str, signature: bytes, data: bytes) -> bool:
     """Whether `signature` over `data` is by `signer`: a public key or a PeerID. Never raises on hostile input."""
     try:
-        public_key = public_key_of(signer) if isinstance(signer, str) else signer
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
-    except (InvalidSignature, IdentityError, ValueError):
+        return keys.verify(keys.public_key(signer) if isinstance(signer, str) else signer, signature, data)
+    except ValueError:
         return False
-    return True
 
 
 def load_or_create(path: Path) -> Identity:
@@ -136,26 +128,3 @@ def _write_new(path: Path, identity: Identity) -> None:
         return
     finally:
         draft.unlink(missing_ok=True)
-
-
-def base58_encode(data: bytes) -> str:
-    """Base58 of the Bitcoin alphabet, the text form of PeerIDs."""
-    number = int.from_bytes(data, "big")
-    digits = []
-    while number:
-        number, digit = divmod(number, 58)
-        digits.append(_BASE58[digit])
-    zeros = len(data) - len(data.lstrip(b"\0"))
-    return "1" * zeros + "".join(reversed(digits))
-
-
-def base58_decode(text: str) -> bytes:
-    """The inverse. Raises IdentityError on a character outside the alphabet."""
-    number = 0
-    for character in text:
-        digit = _BASE58.find(character)
-        if digit < 0:
-            raise IdentityError(f"{text!r} is not base58: {character!r} is not in its alphabet")
-        number = number * 58 + digit
-    zeros = len(text) - len(text.lstrip("1"))
-    return b"\0" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")

@@ -18,9 +18,11 @@ from rich.console import Console
 from echo_node.charts import bytes_text, duration_text, moving_mean, sparkline
 from echo_node.demo import DemoOptions, run_demo
 from echo_node.fleet import Ending, Fleet
+from echo_node.runlog import lag_histogram, read_config, read_steps, state_from_log
 from echo_node.screen import DemoView, NodeStatus, death_lines, phase_text, progress_line, render
 from echo_node.state import InferenceView, NodeState, RunView, TrainerView
-from echo_node.summary import Summary, read_steps, summarise
+from echo_node.summary import Summary, summarise
+from echo_p2p.config import RunConfig
 from echo_p2p.errors import EchoError
 
 # A node that pretends. The words before the node's own command say how it behaves.
@@ -47,15 +49,18 @@ if role == "trainer":
     steps = int(arguments[arguments.index("--steps") + 1]) if "--steps" in arguments else 4
     folder = home / "runs" / "r1"
     folder.mkdir(parents=True)
+    folder.joinpath("config.json").write_text('{"role": "trainer", "run": {"group_size": 8, "max_lag": 4}}')
     with folder.joinpath("steps.jsonl").open("w") as log:
         for step in range(1, steps + 1):
             group = {"worker": "peer-whole", "counter": step, "version": "0.0", "lag": step % 3, "reward_mean": 0.5}
             log.write(json.dumps({"step": step, "version": "0.0", "reward_mean": step / 10, "groups": [group],
-                "release_bytes": 100 * step, "model_bytes_bf16": 10000, "policy_hash": f"hash{step}",
+                "release_bytes": 100 * step, "model_bytes_bf16": 10000, "policy_hash": f"hash{step}".rjust(64, "0"),
                 "waited_s": 1.0, "step_s": 3.0, "idle_share": 0.25, "wall_s": step, "figures": {}}) + "\\n")
     state["run"] = {"run_id": "r1", "model": "tiny", "task": "t", "algorithm": "grpo", "protocol": "async",
                     "max_lag": 4, "group_size": 8, "groups_per_step": 8}
     state["trainer"] = {"step": steps, "version": "0.4", "done": "--steps" in arguments, "model_bytes_bf16": 10000}
+if command == "co-located":
+    sys.exit(0)
 if role == "inference":
     state["inference"] = {"span": "0-2", "activity": "generating"}
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -120,12 +125,12 @@ def test_five_nodes_are_started_as_a_user_would_and_summed_up(
     assert set(document) == SUMMARY_KEYS
     assert document["orphans"] == 0
     assert document["steps"] == 3
-    assert document["rollouts_by_peer"] == {"peer-whole": 3}
+    assert document["rollouts_by_peer"] == {"peer-whole": 24}
     assert document["max_lag"] == 4
     assert 1 <= document["refused"]["malformed"] <= 5
     shown = capsys.readouterr()
     assert "policy hash" in shown.out
-    assert "hash3" in shown.out
+    assert document["policy_hash"] in shown.out  # whole, so that it can be compared
     assert str(home) in shown.err
     _assert_gone(str(tmp_path))
 
@@ -141,7 +146,7 @@ def test_co_located_is_one_process(tmp_path: Path) -> None:
     options = DemoOptions(co_located=True, steps=2, seconds=30, home=home, json_path=answer)
     assert run_demo(options, command=_fake(tmp_path, "plain")) == 0
     assert [path.name for path in home.iterdir() if path.is_dir()] == ["co-located"]
-    assert json.loads(answer.read_bytes())["policy_hash"] == "hash2"
+    assert json.loads(answer.read_bytes())["policy_hash"].endswith("hash2")
 
 
 def test_a_trainer_that_dies_fails_the_demo_with_its_last_words(tmp_path: Path) -> None:
@@ -208,35 +213,48 @@ def test_the_summary_is_made_from_the_log_of_trained_groups(tmp_path: Path) -> N
             "release_bytes": 1000,
             "model_bytes_bf16": 9000,
             "policy_hash": f"h{step}",
-            "waited_s": 1.0,
-            "step_s": 4.0,
+            "waited_s": 1.0 if step else 500.0,  # the wait for the first batch is the start-up
+            "step_s": 0.95,
         }
         for step in range(20)
     ]
     content = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 20, "rew'  # a kill cut the last line
     (folder / "steps.jsonl").write_text(content)
-    summary = summarise(
-        read_steps(tmp_path), [_state("trainer", refused={"late": 2}), _state("x", refused={"late": 1})], 0
-    )
-    assert summary == Summary(
+    states = [_state("trainer", refused={"late": 2}), _state("x", refused={"late": 1})]
+    summary = summarise(read_steps(tmp_path), RunConfig(group_size=8, max_lag=6), states, 0)
+    assert summary.trainer_idle_share == pytest.approx(0.5)
+    assert msgspec.structs.replace(summary, trainer_idle_share=0.5) == Summary(
         reward_first10=0.25,
         reward_last10=0.5,
         steps=20,
-        rollouts_by_peer={"a": 40},
+        rollouts_by_peer={"a": 320},
         lag_mean=2.0,
         lag_max=4,
-        max_lag=None,
+        max_lag=6,
         release_bytes_mean=1000.0,
         model_bytes_bf16=9000,
-        trainer_idle_share=0.2,
+        trainer_idle_share=0.5,
         refused={"late": 3},
         policy_hash="h19",
         orphans=0,
     )
 
 
+def test_a_trainer_without_a_port_is_shown_from_its_log(tmp_path: Path) -> None:
+    assert run_demo(DemoOptions(co_located=True, steps=5, seconds=30, home=tmp_path), command=_fake(tmp_path, "x")) == 0
+    home = tmp_path / "co-located"
+    steps, config = read_steps(home), read_config(home)
+    assert config is not None
+    state = state_from_log("co-located", steps, config)
+    assert state.trainer is not None
+    assert state.trainer.step == 5
+    assert state.trainer.lag_histogram == lag_histogram(steps) == {0: 1, 1: 2, 2: 2}
+    assert "learning" in progress_line(_view(state))
+    assert state.trainer.policy_hash.endswith("hash5")
+
+
 def test_a_run_without_a_step_still_has_a_summary(tmp_path: Path) -> None:
-    summary = summarise(read_steps(tmp_path), [], 0)
+    summary = summarise(read_steps(tmp_path), None, [], 0)
     assert summary.reward_last10 is None
     assert set(msgspec.to_builtins(summary)) == SUMMARY_KEYS
 

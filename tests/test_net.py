@@ -21,6 +21,7 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.utils import encode_varint_prefixed
 from multiaddr import Multiaddr
 
+from echo_p2p import protobuf
 from echo_p2p.errors import FrameTooLarge, NetError, StreamClosed, Unreachable
 from echo_p2p.identity import Identity, generate
 from echo_p2p.net.base import GOSSIP_MAX_BYTES, RECORD_MAX_BYTES, Message, Stream
@@ -30,6 +31,7 @@ from echo_p2p.net.gossip import GossipSettings, open_gossip
 from echo_p2p.net.hive import HiveNode, HiveSettings, open_hive
 from echo_p2p.net.memory import MemoryNetwork
 from echo_p2p.net.portal import open_portal
+from echo_p2p.net.relay import limit_in, relay_limit_bytes
 from echo_p2p.net.signed import OwnedRecords
 
 ECHO = "/echo-test/1"
@@ -618,6 +620,7 @@ def test_no_daemon_is_left_when_the_node_ends_and_its_death_is_said():
         async with open_hive(generate(), HiveSettings(role="bootstrap")) as node:
             pid = node.daemon_pid
             assert _alive(pid)
+            assert os.getpgid(pid) != os.getpgid(0)  # so that Ctrl-C does not reach it before the node
         assert not _alive(pid)
 
         async def lose_daemon():
@@ -736,6 +739,24 @@ def test_addresses_and_backoff():
     delays = backoff_s()
     assert [next(delays) for _ in range(6)] == [1, 2, 4, 8, 15, 15]
     assert not trio.run(answers, "/ip4/127.0.0.1/tcp/1")
+
+
+def test_the_limit_in_a_relays_answer():
+    ok, refused = (5, 100), (5, 200)
+    assert limit_in(protobuf.encode((1, 2), (4, protobuf.encode((1, 120), (2, 131072))), ok)) == 131072
+    assert limit_in(protobuf.encode((1, 2), ok)) is None
+    with pytest.raises(NetError, match="200"):
+        limit_in(protobuf.encode((1, 2), refused))
+    with pytest.raises(ValueError, match="lacks field 5"):
+        limit_in(b"")
+
+
+def test_a_bootstrap_relays():
+    async def check(one, other):
+        # On loopback it isn't insisted on that our own limit won over the daemon's default.
+        assert await relay_limit_bytes(other._daemon, one.peer_id) in (131072, 1099511627776)
+
+    run(hive_pair, check)
 
 
 def test_the_address_book_is_bounded():

@@ -65,30 +65,34 @@ class Daemon:
         infos = protobuf.bytes_fields(await self._ask(LIST_PEERS), _PEERS)
         return sorted({base58_encode(protobuf.bytes_field(info, 1)) for info in infos})
 
-    @asynccontextmanager
-    async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> AsyncIterator[Stream]:
-        """A stream to a peer that p2pd is connected with or can find. Raises Unreachable."""
+    async def dial(self, peer: str, protocol: str, timeout_s: float) -> trio.SocketStream:
+        """A bare byte stream to a peer that p2pd is connected with or can find. Raises Unreachable."""
         request = protobuf.encode((1, peer_id_bytes(peer)), (2, protocol.encode()), (3, max(1, round(timeout_s))))
         connection = await self._connection()
+        dialled = False
         try:
             with trio.fail_after(timeout_s):
                 await _exchange(connection, STREAM_OPEN, (_STREAM_OPEN, request))
-                answer = await connection.receive_some(1)
+            dialled = True
         except trio.TooSlowError as error:
             raise Unreachable(f"peer {peer} did not open {protocol} within {timeout_s:g} s") from error
         except (ValueError, trio.BrokenResourceError) as error:
             raise Unreachable(f"peer {peer} can't be reached for {protocol}: {error}") from error
-        else:
-            if answer != _ACCEPTED:
-                why = "is serving as many streams as it will" if answer == _BUSY else "closed the stream at once"
-                raise Unreachable(f"peer {peer} {why} ({protocol}); try again later or another peer")
-            stream = FrameStream(connection, peer)
-            try:
-                yield stream
-            finally:
-                await stream.aclose()
         finally:
-            await trio.aclose_forcefully(connection)
+            if not dialled:
+                await trio.aclose_forcefully(connection)
+        return connection
+
+    @asynccontextmanager
+    async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> AsyncIterator[Stream]:
+        """A stream of frames to a peer that serves `protocol`. Raises Unreachable."""
+        connection = await self.dial(peer, protocol, timeout_s)
+        stream = FrameStream(connection, peer)
+        try:
+            await _await_admission(connection, peer, protocol, timeout_s)
+            yield stream
+        finally:
+            await stream.aclose()
 
     async def serve(
         self,
@@ -156,7 +160,7 @@ class _Serving:
         peer = "unknown"
         try:
             with trio.fail_after(HANDSHAKE_TIMEOUT_S):
-                peer = base58_encode(protobuf.bytes_field(await _read_message(connection), 1))
+                peer = base58_encode(protobuf.bytes_field(await read_message(connection), 1))
             await self._admit(connection, peer)
         except StreamClosed as error:
             logger.debug("a stream of %s ended: %s", self._protocol, error)
@@ -178,6 +182,17 @@ class _Serving:
             await stream.aclose()
 
 
+async def _await_admission(connection: trio.SocketStream, peer: str, protocol: str, timeout_s: float) -> None:
+    try:
+        with trio.fail_after(timeout_s):
+            answer = await connection.receive_some(1)
+    except (trio.TooSlowError, trio.BrokenResourceError) as error:
+        raise Unreachable(f"peer {peer} opened {protocol} but did not answer within {timeout_s:g} s") from error
+    if answer != _ACCEPTED:
+        why = "is serving as many streams as it will" if answer == _BUSY else "closed the stream at once"
+        raise Unreachable(f"peer {peer} {why} ({protocol}); try again later or another peer")
+
+
 async def _listening_socket(path: Path) -> trio.socket.SocketType:
     listening = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
     await listening.bind(str(path))
@@ -189,14 +204,14 @@ async def _exchange(connection: trio.SocketStream, kind: int, *body: protobuf.Fi
     """Send one request and read its response. Raises ValueError with p2pd's words if it failed."""
     request = protobuf.encode((_TYPE, kind), *body)
     await connection.send_all(protobuf.encode_varint(len(request)) + request)
-    response = await _read_message(connection)
+    response = await read_message(connection)
     if protobuf.int_field(response, _TYPE) != 0:
         message = protobuf.bytes_field(protobuf.bytes_field(response, _ERROR), 1)
         raise ValueError(message.decode(errors="replace"))
     return response
 
 
-async def _read_message(connection: trio.SocketStream) -> bytes:
+async def read_message(connection: trio.SocketStream) -> bytes:
     """One length-prefixed message and not a byte more: what follows belongs to the stream."""
     prefix = b""
     while not prefix or prefix[-1] & 0x80:

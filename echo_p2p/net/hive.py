@@ -12,9 +12,8 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import trio
 
@@ -24,7 +23,16 @@ from echo_p2p.net import leash
 from echo_p2p.net.base import Record
 from echo_p2p.net.daemon import Daemon
 from echo_p2p.net.hive_node import HiveNode
+from echo_p2p.net.hive_settings import (
+    HiveSettings,
+    Role,
+    daemon_arguments,
+    daemon_environment,
+    daemon_flags,
+    is_local,
+)
 from echo_p2p.net.portal import Portal, open_portal
+from echo_p2p.net.relay import relay_limit_bytes
 from echo_p2p.net.signed import OwnedRecords
 
 __all__ = ["HiveNode", "HiveSettings", "Role", "open_hive"]
@@ -34,37 +42,11 @@ logger = logging.getLogger(__name__)
 IMPORT_DEADLINE_S = 120.0
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 5.0
+RELAY_ATTEMPTS = 10
+RELAY_LIMIT_MIN_BYTES = 1 << 30
 STORED_KEYS_MAX = 4096
 
-Role = Literal["bootstrap", "trainer", "volunteer"]
-
-# A relay that is meant to carry the traffic of volunteers, not to help them to a first handshake.
-_RELAY_FLAGS = (
-    "-relayTimeLimit=24h",
-    "-relayDataLimit=1099511627776",
-    "-relayMaxCircuits=256",
-    "-relayMaxReservations=1024",
-)
-# Without it a volunteer looks for random relays for minutes before it asks the ones it was given.
-_VOLUNTEER_FLAGS = ("-relayDiscovery=0",)
-# The daemon starts its relay twice, and only one start has the limits above; on one thread that one wins.
-_BOOTSTRAP_ENVIRONMENT = ("GOMAXPROCS=1",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HiveSettings:
-    """How a node takes part.
-
-    A bootstrap and a trainer are public full members; a bootstrap also relays, and waits for nobody. A volunteer may
-    be behind NAT: it stores nothing for others, speaks TCP only, and is reached through its relays if need be.
-    """
-
-    role: Role
-    listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
-    announce: tuple[str, ...] = ()
-    initial_peers: tuple[str, ...] = ()
-    trusted_relays: tuple[str, ...] = ()  # of a volunteer; its initial peers if empty
-    join_check_s: float = 5.0  # how often to look whether the bootstraps are still in touch
+PROBE = HiveSettings(role="trainer")
 
 
 class _Table:
@@ -114,11 +96,10 @@ async def open_hive(identity: Identity, settings: HiveSettings) -> AsyncIterator
         vendor_node = await _start(identity, settings, portal, folder)
         try:
             async with trio.open_nursery() as nursery:
-                daemon = Daemon(str(vendor_node.p2p.daemon_listen_maddr).removeprefix("/unix"), folder)
                 node = HiveNode(
                     identity.peer_id,
                     vendor_node.p2p._child.pid,
-                    daemon,
+                    _daemon_of(vendor_node.p2p, folder),
                     _Table(vendor_node, identity.peer_id, keeps_records=settings.role != "volunteer"),
                     portal,
                     join=settings.initial_peers,
@@ -141,6 +122,7 @@ async def _private_folder() -> AsyncIterator[Path]:
 
 
 async def _start(identity: Identity, settings: HiveSettings, portal: Portal, folder: Path) -> Any:
+    """hivemind's DHT node, with its daemon; shielded, because an abandoned start would leave a daemon behind."""
     key_path = folder / "key"
     key_path.touch(mode=0o600)
     key_path.write_bytes(to_file_bytes(identity))
@@ -148,13 +130,49 @@ async def _start(identity: Identity, settings: HiveSettings, portal: Portal, fol
         with trio.CancelScope(shield=True), trio.fail_after(IMPORT_DEADLINE_S):
             await portal.call(_import_vendor)
         with trio.CancelScope(shield=True), trio.fail_after(START_DEADLINE_S):
-            return await portal.call(_start_vendor, identity, settings, key_path)
+            p2p = await _start_daemon(settings, portal, folder, key_path)
+            return await portal.call(_start_table, identity, settings, p2p)
     except trio.TooSlowError as error:
         raise NetError(
             f"the network daemon did not start within {START_DEADLINE_S:g} s; is the machine busy?"
         ) from error
     finally:
         key_path.unlink()
+
+
+async def _start_daemon(settings: HiveSettings, portal: Portal, folder: Path, key_path: Path) -> Any:
+    # The daemon starts its relay twice, once with our limits and once with the default of 128 KiB; which one wins is a
+    # race that we can't decide, so a bootstrap asks its relay, and rolls the dice again.
+    arguments = daemon_arguments(settings, key_path)
+    for attempt in range(1, RELAY_ATTEMPTS + 1):
+        p2p = await portal.call(_start_p2p, settings, arguments)
+        if settings.role != "bootstrap" or is_local(settings) or await _relay_carries(portal, p2p, folder):
+            return p2p
+        logger.info("the relay started with default limits (attempt %d of %d)", attempt, RELAY_ATTEMPTS)
+        if attempt < RELAY_ATTEMPTS:
+            await portal.call(p2p.shutdown)
+    logger.warning("the relay carries only 128 KiB a connection; volunteers behind NAT can't work through it: restart")
+    return p2p
+
+
+async def _relay_carries(portal: Portal, p2p: Any, folder: Path) -> bool:
+    """Whether the relay of a daemon has our limits, asked from a second daemon that lives for this question."""
+    probe = await portal.call(_start_p2p, PROBE, {"no_listen": True, "dht_mode": "client", "host_maddrs": None})
+    try:
+        _, addresses = await _daemon_of(p2p, folder).identify()
+        asking = _daemon_of(probe, folder)
+        await asking.connect(p2p.peer_id.to_base58(), addresses)
+        limit = await relay_limit_bytes(asking, p2p.peer_id.to_base58())
+        return limit is None or limit >= RELAY_LIMIT_MIN_BYTES
+    except NetError as error:
+        logger.warning("the relay could not be tested: %s", error)
+        return True
+    finally:
+        await portal.call(probe.shutdown)
+
+
+def _daemon_of(p2p: Any, folder: Path) -> Daemon:
+    return Daemon(str(p2p.daemon_listen_maddr).removeprefix("/unix"), folder)
 
 
 async def _import_vendor() -> None:
@@ -166,24 +184,27 @@ async def _import_vendor() -> None:
     importlib.import_module("hivemind.dht.node")
 
 
-async def _start_vendor(identity: Identity, settings: HiveSettings, key_path: Path) -> Any:
-    from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
+async def _start_p2p(settings: HiveSettings, arguments: dict[str, Any]) -> Any:
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
     from hivemind.utils.logging import use_hivemind_log_handler
 
     use_hivemind_log_handler("nowhere")
-    volunteer = settings.role == "volunteer"
     try:
-        p2p = await _leashed_p2p(settings).create(**_daemon_arguments(settings, key_path))
+        return await _leashed_p2p(settings).create(**arguments)
     except P2PDaemonError as error:
         raise NetError(f"the network daemon did not start: {error}; is its port in use?") from error
+
+
+async def _start_table(identity: Identity, settings: HiveSettings, p2p: Any) -> Any:
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+
     if p2p.peer_id.to_base58() != identity.peer_id:
         raise IdentityError(f"the network daemon calls itself {p2p.peer_id} instead of {identity.peer_id}")
     node = await DHTNode.create(
         p2p=p2p,
         node_id=DHTID.generate(source=identity.peer_id),
-        client_mode=volunteer,
+        client_mode=settings.role == "volunteer",
         record_validator=OwnedRecords(identity),
         cache_size=STORED_KEYS_MAX,
     )
@@ -191,30 +212,11 @@ async def _start_vendor(identity: Identity, settings: HiveSettings, key_path: Pa
     return node
 
 
-def _daemon_arguments(settings: HiveSettings, key_path: Path) -> dict[str, Any]:
-    volunteer = settings.role == "volunteer"
-    loopback = all("/127.0.0.1/" in address or "/::1/" in address for address in settings.listen)
-    return {
-        "identity_path": str(key_path),
-        "check_if_identity_free": False,  # it understands RSA keys only
-        "host_maddrs": list(settings.listen),
-        "announce_maddrs": list(settings.announce) or None,
-        "dht_mode": "client" if volunteer else "server",
-        "force_reachability": __import__("os").environ.get("H2R") or (None if volunteer else "public"),
-        "auto_nat": True,
-        "nat_port_map": volunteer and not loopback,
-        "use_relay": True,
-        "use_auto_relay": volunteer,
-        "trusted_relays": list(settings.trusted_relays or settings.initial_peers) if volunteer else None,
-    }
-
-
 def _leashed_p2p(settings: HiveSettings) -> Any:
     """hivemind's `P2P`, whose daemon gets the flags that hivemind hides and dies with the thread that starts it."""
     from hivemind.p2p import P2P
 
-    flags = {"bootstrap": _RELAY_FLAGS, "trainer": (), "volunteer": _VOLUNTEER_FLAGS}[settings.role]
-    environment = _BOOTSTRAP_ENVIRONMENT if settings.role == "bootstrap" else ()
+    flags, environment = daemon_flags(settings), daemon_environment(settings)
 
     class LeashedP2P(P2P):
         @staticmethod

@@ -25,11 +25,9 @@ from echo_p2p.net.base import (
     Stream,
     StreamHandler,
 )
+from echo_p2p.net.memory_stream import MemoryStream, stream_pair
 
 logger = logging.getLogger(__name__)
-
-FRAMES_IN_FLIGHT_MAX = 64
-"""Frames of one direction of a stream that wait for the receiver before the sender does."""
 
 _ADDRESS_PREFIX = "/memory/p2p/"
 
@@ -55,7 +53,7 @@ class MemoryNetwork:
     _nodes: dict[str, "MemoryNode"] = field(default_factory=dict)
     _records: dict[str, dict[str, Record]] = field(default_factory=dict)
     _sides: dict[str, int] = field(default_factory=dict)
-    _streams: set["MemoryStream"] = field(default_factory=set)
+    open_streams: set[MemoryStream] = field(default_factory=set)
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +69,7 @@ class MemoryNetwork:
         Open streams between sides break.
         """
         self._sides = {peer: index for index, side in enumerate(sides, start=1) for peer in side}
-        for stream in [stream for stream in self._streams if stream.is_cut()]:
+        for stream in [stream for stream in self.open_streams if stream.is_cut()]:
             stream.close()
 
     def heal(self) -> None:
@@ -170,7 +168,7 @@ class MemoryNode:
             raise Unreachable(f"peer {peer} can't be reached for {protocol} within {timeout_s:g} s")
         if served.active >= served.max_streams:
             raise Unreachable(f"peer {peer} is serving as many streams as it will ({protocol}); try another peer")
-        ours, theirs = _stream_pair(self._network, self.peer_id, peer, served.max_frame_bytes)
+        ours, theirs = stream_pair(self._network, self.peer_id, peer, served.max_frame_bytes)
         served.active += 1
         served.nursery.start_soon(_handle, served, protocol, theirs)
         try:
@@ -195,77 +193,6 @@ class MemoryNode:
                 await trio.sleep_forever()
             finally:
                 del self._served[protocol]
-
-
-class MemoryStream:
-    """One end of a stream."""
-
-    def __init__(
-        self,
-        network: MemoryNetwork,
-        ends: tuple[str, str],
-        outgoing: "trio.MemorySendChannel[tuple[float, bytes]]",
-        incoming: "trio.MemoryReceiveChannel[tuple[float, bytes]]",
-        max_frame_bytes: int,
-    ) -> None:
-        self._network = network
-        self._own, self._peer = ends
-        self._outgoing = outgoing
-        self._incoming = incoming
-        self._max_frame_bytes = max_frame_bytes
-        self._next: tuple[float, bytes] | None = None  # taken, but not yet due
-        network._streams.add(self)
-
-    @property
-    def peer(self) -> str:
-        return self._peer
-
-    async def send(self, *parts: bytes | memoryview) -> None:
-        frame = b"".join(parts)
-        if len(frame) > FRAME_MAX_BYTES:
-            raise FrameTooLarge(f"a frame of {len(frame)} bytes exceeds {FRAME_MAX_BYTES}; send it in pieces")
-        try:
-            await self._outgoing.send((trio.current_time() + self._network.delay_s, frame))
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise StreamClosed(f"peer {self._peer} closed the stream while we were sending") from error
-
-    async def receive(self) -> bytes:
-        try:
-            self._next = self._next or await self._incoming.receive()
-        except (trio.EndOfChannel, trio.ClosedResourceError) as error:
-            raise StreamClosed(f"peer {self._peer} ended the stream") from error
-        due, frame = self._next
-        await trio.sleep_until(due)
-        self._next = None
-        if len(frame) > self._max_frame_bytes:
-            self.close()
-            raise FrameTooLarge(f"peer {self._peer} sent {len(frame)} bytes; the bound is {self._max_frame_bytes}")
-        return frame
-
-    def is_cut(self) -> bool:
-        """Whether a partition lies between the two ends."""
-        return not self._network.connects(self._own, self._peer)
-
-    def close(self) -> None:
-        """Close both directions now; frames already sent still arrive."""
-        self._network._streams.discard(self)
-        self._outgoing.close()
-        self._incoming.close()
-
-    async def aclose(self) -> None:
-        self.close()
-        await trio.lowlevel.cancel_shielded_checkpoint()
-
-
-def _stream_pair(
-    network: MemoryNetwork, opener: str, server: str, server_max_frame_bytes: int
-) -> tuple[MemoryStream, MemoryStream]:
-    there_send, there_receive = trio.open_memory_channel[tuple[float, bytes]](FRAMES_IN_FLIGHT_MAX)
-    back_send, back_receive = trio.open_memory_channel[tuple[float, bytes]](FRAMES_IN_FLIGHT_MAX)
-    return (
-        MemoryStream(network, (opener, server), there_send, back_receive, FRAME_MAX_BYTES),
-        MemoryStream(network, (server, opener), back_send, there_receive, server_max_frame_bytes),
-    )
 
 
 async def _handle(served: _Served, protocol: str, stream: MemoryStream) -> None:

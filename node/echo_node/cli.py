@@ -153,8 +153,9 @@ def co_located(ctx: click.Context, config: Path | None, settings: tuple[str, ...
 
 @main.command()
 @click.option("--protocol", type=click.Choice(["sequential", "async"]), default="async", help="How to synchronise.")
-@click.option("--seconds", type=float, default=150.0, help="Wall time of the whole demo.")
+@click.option("--seconds", type=float, help="Wall time before the nodes leave.  [default: 150]")
 @click.option("--steps", type=int, help="End after so many steps instead.")
+@click.option("--peers", type=click.Choice(["all", "chain", "whole"]), default="all", help="Which inference peers.")
 @click.option("--seed", type=int, default=1, help="Seed of prompts, sampling and training.")
 @click.option("--co-located", is_flag=True, help="One process, no network: the baseline.")
 @click.option("--slow", type=float, default=0.0, help="Slow one peer down by so many seconds a decode step.")

@@ -20,7 +20,8 @@ import trio
 from rich.console import Console
 
 from echo_node.fleet import NODE_COMMAND, Fleet, NodeProcess
-from echo_node.summary import Summary, read_steps, render_summary, summarise
+from echo_node.runlog import read_config, read_steps
+from echo_node.summary import Summary, render_summary, summarise
 from echo_node.watch import Watch, showing
 from echo_p2p.errors import ConfigError, Unreachable
 
@@ -82,7 +83,7 @@ def run_demo(options: DemoOptions, *, command: Sequence[str] = NODE_COMMAND, dra
             progress.print(f"The nodes' folders are in {root}.", soft_wrap=True, markup=False)
         else:
             shutil.rmtree(root, ignore_errors=True)
-    Console(highlight=False).print(render_summary(played.summary, played.names))
+    Console(highlight=False).print(render_summary(played.summary, played.names), soft_wrap=True)
     if options.json_path is not None:
         options.json_path.write_bytes(msgspec.json.format(msgspec.json.encode(played.summary), indent=2) + b"\n")
     return INTERRUPTED if played.interrupted else 0
@@ -121,8 +122,10 @@ async def play(
         raise watch.failure
     home = root / ("co-located" if options.co_located else "trainer")
     steps = await trio.to_thread.run_sync(read_steps, home)
+    config = await trio.to_thread.run_sync(read_config, home)
     view = watch.view()
-    return Played(summarise(steps, view.states, ending.orphans), view.names, interrupted)
+    summary = summarise(steps, config.run if config else None, view.states, ending.orphans)
+    return Played(summary, view.names, interrupted)
 
 
 async def _swarm(fleet: Fleet, watch: Watch, options: DemoOptions) -> None:
@@ -155,7 +158,7 @@ async def _co_located(fleet: Fleet, watch: Watch, options: DemoOptions) -> None:
     steps = [] if options.steps is None else ["--steps", str(options.steps)]
     node = fleet.launch("co-located", ["co-located", "--config", str(config), *flags, *steps])
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(watch.follow, node)
+        nursery.start_soon(watch.follow_log, node)
         await watch.until_done(node)
         nursery.cancel_scope.cancel()
 

@@ -73,7 +73,7 @@ class Feed:
         sealed = await trio.to_thread.run_sync(self._store.get, hash)
         if sealed is None:
             sealed = await fetch_from_any(self._presence.hive, self._holders(), hash, _SEALED_MAX_BYTES)
-            await trio.to_thread.run_sync(self._store.put, sealed)
+            await self._keep(sealed)
         release = self._open(sealed, once=False)
         if release is None:
             raise WeightsError(f"what hashes to {hash.hex()[:12]} is no release of this run")
@@ -106,9 +106,8 @@ class Feed:
     async def _consider_message(self, message: Message) -> None:
         release = self._open(message.data, once=True)
         if release is not None:
-            # kept, so that whoever looks for this release by its hash finds it here too
-            await trio.to_thread.run_sync(self._store.put, message.data)
             self._consider(release)
+            await self._keep(message.data)  # so that whoever looks for it by its hash finds it here too
 
     async def _look(self) -> None:
         while True:
@@ -119,6 +118,12 @@ class Feed:
                 except EchoError as error:
                     log.info("release %s can't be had yet: %s", latest.version, error)
             await self._presence.swarm.changed()
+
+    async def _keep(self, sealed: bytes) -> None:
+        try:
+            await trio.to_thread.run_sync(self._store.put, sealed)
+        except WeightsError as error:
+            log.warning("a release is used but not kept: %s", error)
 
     def _open(self, sealed: bytes, *, once: bool) -> Release | None:
         border = self._presence.border

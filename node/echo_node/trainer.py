@@ -213,7 +213,8 @@ class Course:
 
     def _count(self, record: StepRecord) -> None:
         self._lags.update(group.lag for group in record.groups)
-        self._rollouts.update({group.worker: self._run.manifest.group_size for group in record.groups})
+        for group in record.groups:
+            self._rollouts[group.worker] += self._run.manifest.group_size
 
     def view(self) -> TrainerView:
         """What the state document says of the training."""

@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from echo_node.fleet import NodeProcess
+from echo_node.runlog import read_config, read_steps, state_from_log
 from echo_node.screen import DemoView, NodeStatus, death_lines, progress_line, render
 from echo_node.status import decode_state, fetch_state, read_whereabouts
 from echo_p2p.errors import ConfigError, EchoError, TrainerError, Unreachable
@@ -45,6 +46,20 @@ class Watch:
                 content = await trio.to_thread.run_sync(fetch_state, where.http, 4.0, abandon_on_cancel=True)
                 self._nodes[node.name] = replace(self._nodes[node.name], state=decode_state(content))
             await trio.sleep(POLL_S)
+        self._has_ended(node)
+
+    async def follow_log(self, node: NodeProcess) -> None:
+        """The same for a trainer that serves no state: read the log of its run."""
+        self._nodes[node.name] = NodeStatus(node.name)
+        while node.ended is None:
+            if config := await trio.to_thread.run_sync(read_config, node.home):
+                steps = await trio.to_thread.run_sync(read_steps, node.home)
+                state = state_from_log(node.name, steps, config)
+                self._nodes[node.name] = replace(self._nodes[node.name], state=state)
+            await trio.sleep(POLL_S)
+        self._has_ended(node)
+
+    def _has_ended(self, node: NodeProcess) -> None:
         self._nodes[node.name] = replace(self._nodes[node.name], ended=node.ended, last_line=node.last_line())
 
     async def until_done(self, node: NodeProcess) -> None:

@@ -4,7 +4,6 @@ Behind the border code handles typed values only. The border never raises for wh
 and returns a Refusal. It reads no clock (`now` is passed in) and knows no run rules.
 """
 
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from echo_protocols.release import Release
 from echo_protocols.rollout import LargeRollout, RolloutGroup
 from echo_protocols.run import RunManifest
 from echo_protocols.sync import LatestRelease, PullRequest
-from echo_protocols.values import Count, Hash, Name, Signature
+from echo_protocols.values import Count, Hash, Name, Signature, Time, canonical, encode
 
 T = TypeVar("T")
 
@@ -30,32 +29,48 @@ NO_RUN = bytes(32)
 MAX_CLOCK_SKEW_S = 60.0
 _DOMAIN = b"echo/envelope/1\x00"
 _OVERHEAD_BYTES = 512
+_UNDECODABLE = (msgspec.DecodeError, RecursionError)
+_Part = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class Envelope(Struct, frozen=True, kw_only=True, array_like=True):
-    """What is signed, and the signature. `signer` is a raw Ed25519 public key; `issued_at` is in Unix seconds."""
+    """What is signed, and the signature. `signer` is a raw Ed25519 public key; `issued_at` is in Unix seconds.
 
-    version: tuple[Annotated[int, Meta(ge=0, le=65535)], Annotated[int, Meta(ge=0, le=65535)]]
+    Its fields are fixed for a major version: only payloads may gain some. There is one encoding of an envelope, and no
+    other is accepted, so that nobody can give a sealed value another hash.
+    """
+
+    version: tuple[_Part, _Part]
     kind: Name
     run_id: Hash
     signer: Hash
     sequence: Count
-    issued_at: float
+    issued_at: Time
     payload: bytes
     signature: Signature
 
 
+class _VersionOnly(Struct, array_like=True):
+    """The first field of an envelope of any major version."""
+
+    version: tuple[_Part, _Part]
+
+
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """A kind of payload: its name on the wire, its type and the most bytes it may have."""
+    """A kind of payload: its name on the wire, its type and the most bytes it may have.
+
+    An `exact` payload has one encoding and no unknown fields: it is known by its hash, or must be understood whole.
+    """
 
     name: str
     type: type[T]
     max_bytes: int
+    exact: bool = False
 
 
 ROLE = Kind("role", RoleRecord, 8 << 10)
-RUN = Kind("run", RunManifest, 15 << 10)
+RUN = Kind("run", RunManifest, 15 << 10, exact=True)
 PLAN = Kind("plan", Plan, 15 << 10)
 RELEASE = Kind("release", Release, 1 << 20)
 LATEST = Kind("latest", LatestRelease, 1 << 10)
@@ -92,7 +107,7 @@ class Sealer:
 
     def seal(self, kind: Kind[T], run_id: bytes, payload: T, now: float) -> bytes:
         """The bytes of a signed envelope. Raises ValueError when the payload is over its kind's bound."""
-        body = msgspec.msgpack.encode(payload)
+        body = canonical(payload) if kind.exact else encode(payload)
         if len(body) > kind.max_bytes:
             raise ValueError(f"a {kind.name} of {len(body)} bytes is over the bound of {kind.max_bytes}")
         self._sequence += 1
@@ -102,38 +117,39 @@ class Sealer:
             run_id=run_id,
             signer=self._public_key,
             sequence=self._sequence,
-            issued_at=now,
+            issued_at=float(now),
             payload=body,
             signature=bytes(64),
         )
-        return msgspec.msgpack.encode(msgspec.structs.replace(draft, signature=self._sign(signed_bytes(draft))))
+        return encode(msgspec.structs.replace(draft, signature=self._sign(signed_bytes(draft))))
 
 
 def signed_bytes(envelope: Envelope) -> bytes:
     """What the signature covers: every field but itself, behind a domain prefix."""
     fields = msgspec.structs.astuple(envelope)[:-1]
-    return _DOMAIN + msgspec.msgpack.encode(fields)
+    return _DOMAIN + encode(fields)
 
 
 class Border:
     """Opens envelopes, refuses bad ones and counts why.
 
-    Replays are found with a window of the last `replay_window` sequence numbers of each (signer, kind); the
-    windows of the `max_signers` most recent signers are kept, the least recently heard is evicted.
+    Replays are found with a window of the last `replay_window` sequence numbers of each (signer, kind); `max_windows`
+    of them are kept, the least recently heard is evicted. It is a first line: who keeps what it admits also knows it
+    by what is in it.
     """
 
-    def __init__(self, *, replay_window: int = 4096, max_signers: int = 4096) -> None:
+    def __init__(self, *, replay_window: int = 4096, max_windows: int = 4096) -> None:
         self.refused: Counter[str] = Counter()
         self._replay_window = replay_window
-        self._max_signers = max_signers
-        self._windows: OrderedDict[tuple[bytes, str], _ReplayWindow] = OrderedDict()
+        self._max_windows = max_windows
+        self._windows: OrderedDict[tuple[str, str], _ReplayWindow] = OrderedDict()
 
     def open(self, data: bytes, kind: Kind[T], run_id: bytes, now: float, *, once: bool = False) -> Opened[T] | Refusal:
         """Check everything that needs no state of the run. `once` also refuses what was opened before."""
         opened = _open(data, kind, run_id, now)
         if isinstance(opened, Refusal):
             return self.refuse(opened.reason, opened.detail)
-        if once and not self._first_time(keys.public_key(opened.signer), kind.name, opened.sequence):
+        if once and not self._first_time(opened.signer, kind.name, opened.sequence):
             return self.refuse("replayed", f"{kind.name} {opened.sequence} of {opened.signer}")
         return opened
 
@@ -142,10 +158,10 @@ class Border:
         self.refused[reason] += 1
         return Refusal(reason, detail)
 
-    def _first_time(self, signer: bytes, kind: str, sequence: int) -> bool:
+    def _first_time(self, signer: str, kind: str, sequence: int) -> bool:
         window = self._windows.pop((signer, kind), None) or _ReplayWindow(self._replay_window)
         self._windows[signer, kind] = window
-        while len(self._windows) > self._max_signers:
+        while len(self._windows) > self._max_windows:
             self._windows.popitem(last=False)
         return window.first_time(sequence)
 
@@ -182,21 +198,26 @@ def _open(data: bytes, kind: Kind[T], run_id: bytes, now: float) -> Opened[T] | 
     if len(data) > kind.max_bytes + _OVERHEAD_BYTES:
         return Refusal("oversized", f"{len(data)} bytes for a {kind.name}")
     try:
+        version = msgspec.msgpack.decode(data, type=_VersionOnly).version
+        if version[0] != PROTOCOL_VERSION[0]:  # what follows may be laid out in another way
+            return Refusal("protocol-version", f"{version[0]}.{version[1]}")
         envelope = msgspec.msgpack.decode(data, type=Envelope)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except _UNDECODABLE as error:
         return Refusal("malformed", str(error))
-    if envelope.version[0] != PROTOCOL_VERSION[0]:
-        return Refusal("protocol-version", f"{envelope.version[0]}.{envelope.version[1]}")
+    if encode(envelope) != data:
+        return Refusal("malformed", "not the one encoding of its envelope")
     if envelope.kind != kind.name:
         return Refusal("unknown-kind", envelope.kind)
     if envelope.run_id != run_id:
         return Refusal("wrong-run", envelope.run_id.hex()[:16])
-    if not math.isfinite(envelope.issued_at) or envelope.issued_at > now + MAX_CLOCK_SKEW_S:
+    if envelope.issued_at > now + MAX_CLOCK_SKEW_S:
         return Refusal("clock", f"issued {envelope.issued_at - now:.0f} s ahead")
     if not keys.verify(envelope.signer, envelope.signature, signed_bytes(envelope)):
         return Refusal("bad-signature", keys.peer_id(envelope.signer))
     try:
         payload = msgspec.msgpack.decode(envelope.payload, type=kind.type)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except _UNDECODABLE as error:
         return Refusal("malformed", f"{kind.name}: {error}")
+    if kind.exact and encode(payload) != envelope.payload:
+        return Refusal("not-exact", f"a {kind.name} with fields that this version doesn't know")
     return Opened(keys.peer_id(envelope.signer), envelope.sequence, envelope.issued_at, payload)

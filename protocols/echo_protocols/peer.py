@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from echo_protocols.values import Count, Hash, Name, PeerId, PolicyVersion, Span
+from echo_protocols.values import Count, Hash, Name, PeerId, PolicyVersion, Rate, Span, Time
 
 Role = Literal["bootstrap", "trainer", "inference"]
-Address = Annotated[str, Meta(min_length=1, max_length=256)]
+Address = Name
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
@@ -17,7 +17,7 @@ class Capacity(Struct, frozen=True, kw_only=True):
     """
 
     max_layers: Annotated[int, Meta(ge=0, le=65536)]
-    layers_per_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    layers_per_s: Rate = 0.0
     memory_bytes: Count = 0
     device: Name = "cpu"
 
@@ -34,8 +34,8 @@ class RoleRecord(Struct, frozen=True, kw_only=True):
     capacity: Capacity | None = None
     span: Span | None = None
     version: PolicyVersion | None = None
-    tokens_per_s: Annotated[float, Meta(ge=0.0)] = 0.0
-    started_at: Annotated[float, Meta(ge=0.0)] = 0.0
+    tokens_per_s: Rate = 0.0
+    started_at: Time = 0.0
     leaving: bool = False
 
 
@@ -61,7 +61,8 @@ class Plan(Struct, frozen=True, kw_only=True):
         for chain in self.chains:
             edges = [0, *(stop.span.end for stop in chain)]
             starts = [stop.span.start for stop in chain]
-            if starts != edges[:-1] or edges[-1] != self.layers:
+            models = {stop.span.layers for stop in chain}
+            if starts != edges[:-1] or edges[-1] != self.layers or models != {self.layers}:
                 raise ValueError("a chain must cover the layers in order")
             peers = {stop.peer for stop in chain}
             if len(peers) != len(chain) or peers & seen:

@@ -38,6 +38,7 @@ class Release(Struct, frozen=True, kw_only=True):
     `patch` leads from `parent` to `version`; `snapshot` holds the version whole (either may be empty, not both).
     `parent_release` and `snapshot_release` are hashes of sealed releases, so that a peer that was away can walk back.
     The first release of a new epoch names in `continues` the version whose weights and step it goes on from.
+    `figures` sum up the step, for people; they may be NaN.
     """
 
     version: PolicyVersion
@@ -56,6 +57,11 @@ class Release(Struct, frozen=True, kw_only=True):
             raise ValueError("a release has a patch or a snapshot")
         if self.patch and (self.parent is None or self.parent >= self.version):
             raise ValueError("a patch needs an older parent")
+        if any(chunk.base is None for chunk in self.patch) or any(chunk.base is not None for chunk in self.snapshot):
+            raise ValueError("chunks of a patch have a base, those of a snapshot have none")
+        continued = self.continues
+        if continued and (continued.epoch >= self.version.epoch or continued.step != self.version.step):
+            raise ValueError(f"epoch {self.version.epoch} can't continue from {continued} at step {self.version.step}")
 
     @property
     def patch_bytes(self) -> int:

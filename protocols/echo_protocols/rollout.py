@@ -105,6 +105,6 @@ def sample_fault(sample: Sample, manifest: RunManifest) -> str | None:
         return "finish"
     starts = [segment.start for segment in sample.segments]
     versions = [segment.version for segment in sample.segments]
-    if starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= length or versions != sorted(versions):
+    if starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= length or versions != sorted(set(versions)):
         return "segments"
     return None

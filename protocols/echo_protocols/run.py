@@ -3,12 +3,15 @@
 import hashlib
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
-from echo_protocols.values import Hash, Name, PeerId
+from echo_protocols.values import Hash, Name, PeerId, canonical
 
 Protocol = Literal["sequential", "async"]
+_Ratio = Annotated[float, Meta(ge=0.0, le=1e6)]
+
+MAX_GROUP_TOKENS = 2**20
+"""Tokens of all answers of one group: so that the largest group fits into its envelope."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -21,7 +24,16 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
     def hash(self) -> bytes:
         """32 bytes that name these parameters."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=32, person=b"echo/sampling/1").digest()
+        return hashlib.blake2b(canonical(self), digest_size=32, person=b"echo/sampling/1").digest()
+
+
+def check_group_tokens(group_size: int, sampling: Sampling) -> None:
+    """Raises ValueError if a group could be over MAX_GROUP_TOKENS."""
+    if group_size * sampling.max_new_tokens > MAX_GROUP_TOKENS:
+        raise ValueError(
+            f"{group_size} answers of {sampling.max_new_tokens} tokens are over {MAX_GROUP_TOKENS} tokens a group; "
+            "lower group_size or sampling.max_new_tokens"
+        )
 
 
 class TaskSpec(Struct, frozen=True, kw_only=True):
@@ -39,16 +51,20 @@ class Algorithm(Struct, frozen=True, kw_only=True):
     learning_rate: Annotated[float, Meta(gt=0.0, le=1.0)] = 1e-6
     clip_ratio: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.2
     correction: Literal["none", "icepop", "tis"] = "tis"
-    correction_bounds: tuple[float, float] = (0.5, 5.0)
-    grad_clip: Annotated[float, Meta(gt=0.0)] = 1.0
-    weight_decay: Annotated[float, Meta(ge=0.0)] = 0.0
+    correction_bounds: tuple[_Ratio, _Ratio] = (0.5, 5.0)
+    grad_clip: Annotated[float, Meta(gt=0.0, le=1e12)] = 1.0
+    weight_decay: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.correction_bounds[0] > self.correction_bounds[1]:
+            raise ValueError(f"correction_bounds {self.correction_bounds} are the wrong way round")
 
 
 class Admission(Struct, frozen=True, kw_only=True):
     """Which workers' rollouts a run takes: everybody's but `banned`, or only those in `allowed`."""
 
-    allowed: Annotated[tuple[PeerId, ...], Meta(max_length=10_000)] | None = None
-    banned: Annotated[tuple[PeerId, ...], Meta(max_length=10_000)] = ()
+    allowed: Annotated[tuple[PeerId, ...], Meta(max_length=120)] | None = None
+    banned: Annotated[tuple[PeerId, ...], Meta(max_length=120)] = ()
 
     def admits(self, worker: str) -> bool:
         """Whether rollouts of this worker are taken."""
@@ -71,9 +87,12 @@ class RunManifest(Struct, frozen=True, kw_only=True):
     group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
     groups_per_step: Annotated[int, Meta(ge=1, le=65536)] = 8
     prompts: Annotated[int, Meta(ge=1, le=2**40)] = 1_000_000
-    trainers: Annotated[tuple[PeerId, ...], Meta(min_length=1, max_length=256)]
+    trainers: Annotated[tuple[PeerId, ...], Meta(min_length=1, max_length=16)]
     admission: Admission = Admission()
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 1
+
+    def __post_init__(self) -> None:
+        check_group_tokens(self.group_size, self.sampling)
 
     def randomness(self) -> bytes:
         """The 32 bytes that decide prompts and draws: a function of `seed` alone, so that runs can be compared."""
@@ -81,4 +100,4 @@ class RunManifest(Struct, frozen=True, kw_only=True):
 
     def run_id(self) -> bytes:
         """32 bytes that name the run."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=32, person=b"echo/run/1").digest()
+        return hashlib.blake2b(canonical(self), digest_size=32, person=b"echo/run/1").digest()

@@ -23,6 +23,10 @@ class PullRequest(Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     slots: Annotated[tuple[Slot, ...], Meta(min_length=1, max_length=1024)]
 
+    def __post_init__(self) -> None:
+        if len(set(self.slots)) != len(self.slots) or len({slot.step for slot in self.slots}) != 1:
+            raise ValueError("a pull names different slots of one step")
+
 
 class PullReply(Struct, frozen=True, kw_only=True):
     """One frame of the worker's answer: a sealed rollout group, or why there are no more."""
@@ -47,11 +51,17 @@ class Lineage:
     """
 
     def __init__(self, continues: Mapping[int, PolicyVersion] | None = None) -> None:
-        self._continues = dict(continues or {})
+        """As after `open_epoch` of each. Raises ValueError like it."""
+        self._continues: dict[int, PolicyVersion] = {}
+        for epoch, version in (continues or {}).items():
+            self.open_epoch(epoch, version)
 
     def open_epoch(self, epoch: int, continues: PolicyVersion) -> None:
-        """Record that `epoch` goes on from `continues`. Raises ValueError unless that is of an older epoch."""
-        if continues.epoch >= epoch:
+        """Record that `epoch` goes on from `continues`.
+
+        Raises ValueError if that is not of an older epoch, or `epoch` is known to go on from another version.
+        """
+        if continues.epoch >= epoch or self._continues.get(epoch, continues) != continues:
             raise ValueError(f"epoch {epoch} can't continue from {continues}")
         self._continues[epoch] = continues
 
@@ -71,8 +81,8 @@ class Lineage:
             if fork is None:
                 return "unknown-epoch"
             epoch, last_step = fork.epoch, min(last_step, fork.step)
-        if epoch < rollout.epoch:
-            return "unknown-epoch"
+        if epoch < rollout.epoch:  # the walk has passed over it
+            return "abandoned-branch" if rollout.epoch in self._continues else "unknown-epoch"
         if rollout.step > last_step:
             return "future-version" if rollout.epoch == current.epoch else "abandoned-branch"
         return current.step - rollout.step
@@ -118,7 +128,8 @@ class SequentialStep:
     """One step of the sequential protocol, on the trainer's side.
 
     Slots are handed out lowest first. A slot that is late may be handed out again; the first acceptable answer wins,
-    later ones are duplicates.
+    later ones are duplicates. A worker answers only what it was once handed; late answers, and those of a worker that
+    was thought gone, are as good as any.
     """
 
     step: int
@@ -127,19 +138,21 @@ class SequentialStep:
     deadline_s: float
     _assigned: dict[int, _Assignment] = field(default_factory=dict)
     _answers: dict[int, tuple[str, RolloutGroup]] = field(default_factory=dict)
+    _handed: set[tuple[str, int]] = field(default_factory=set)
     reassigned: int = 0
 
     def take(self, worker: str, count: int, now: float) -> tuple[Slot, ...]:
         """Up to `count` slots for `worker`: free ones, and those whose worker is late."""
         taken: list[Slot] = []
         for slot in range(self.slots):
-            if len(taken) == count:
+            if len(taken) >= count:
                 break
             held = self._assigned.get(slot)
             if slot in self._answers or (held is not None and held.deadline > now):
                 continue
             self.reassigned += held is not None
             self._assigned[slot] = _Assignment(worker, now + self.deadline_s)
+            self._handed.add((worker, slot))
             taken.append(Slot(step=self.step, slot=slot))
         return tuple(taken)
 
@@ -155,6 +168,8 @@ class SequentialStep:
         """Take a worker's answer; None, or the reason for refusing it."""
         if group.slot is None or group.slot.step != self.step or group.slot.slot >= self.slots:
             return "unknown-slot"
+        if (worker, group.slot.slot) not in self._handed:
+            return "not-asked"
         if group.slot.slot in self._answers:
             return "duplicate"
         if group.oldest != self.version or group.newest != self.version:

@@ -4,17 +4,42 @@ Values are decoded with `msgspec` and checked while they are decoded: a value th
 bounds. Unknown fields are ignored, so that a minor version may add some.
 """
 
-from typing import Annotated
+from typing import Annotated, Final, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct
+
+T = TypeVar("T")
 
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 """BLAKE2b-256 of some bytes."""
 
 Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
-PeerId = Annotated[str, Meta(min_length=40, max_length=64, pattern="^[1-9A-HJ-NP-Za-km-z]+$")]
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
+PeerId = Annotated[str, Meta(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+\Z")]
+Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\Z")]
+"""Text that ends up on screens: no control characters."""
+
 Count = Annotated[int, Meta(ge=0, le=2**53)]
+Rate = Annotated[float, Meta(ge=0.0, le=1e12)]
+"""Something a second, as a peer says of itself. The bounds refuse NaN and infinity too."""
+
+Time = Annotated[float, Meta(ge=0.0, le=2.0**53)]
+"""Unix seconds."""
+
+_ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
+
+
+def encode(value: object) -> bytes:
+    """MessagePack of a value: structs in the order of their fields, mappings in the order of their keys."""
+    return _ENCODER.encode(value)
+
+
+def canonical(value: T) -> bytes:
+    """The one encoding of a value, which hashes are taken of: `encode` of what a receiver decodes. Raises ValueError.
+
+    Differs from `encode` where a field of type float was given an integer.
+    """
+    return encode(msgspec.msgpack.decode(encode(value), type=type(value)))
 
 
 class PolicyVersion(Struct, frozen=True, kw_only=True, order=True, array_like=True):

@@ -1,0 +1,93 @@
+"""A stream between two nodes of the in-memory network, with its delay. Made by `net.memory`."""
+
+from typing import Protocol
+
+import trio
+
+from echo_p2p.errors import FrameTooLarge, StreamClosed
+from echo_p2p.net.base import FRAME_MAX_BYTES
+
+FRAMES_IN_FLIGHT_MAX = 64
+"""Frames of one direction of a stream that wait for the receiver before the sender does."""
+
+
+class Medium(Protocol):
+    """What a stream asks of the network that it runs over."""
+
+    delay_s: float
+    open_streams: set["MemoryStream"]
+
+    def connects(self, one: str, other: str) -> bool:
+        """Whether two peers can reach each other."""
+
+
+class MemoryStream:
+    """One end of a stream."""
+
+    def __init__(
+        self,
+        network: Medium,
+        ends: tuple[str, str],
+        outgoing: "trio.MemorySendChannel[tuple[float, bytes]]",
+        incoming: "trio.MemoryReceiveChannel[tuple[float, bytes]]",
+        max_frame_bytes: int,
+    ) -> None:
+        self._network = network
+        self._own, self._peer = ends
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._max_frame_bytes = max_frame_bytes
+        self._next: tuple[float, bytes] | None = None  # taken, but not yet due
+        network.open_streams.add(self)
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    async def send(self, *parts: bytes | memoryview) -> None:
+        frame = b"".join(parts)
+        if len(frame) > FRAME_MAX_BYTES:
+            raise FrameTooLarge(f"a frame of {len(frame)} bytes exceeds {FRAME_MAX_BYTES}; send it in pieces")
+        try:
+            await self._outgoing.send((trio.current_time() + self._network.delay_s, frame))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise StreamClosed(f"peer {self._peer} closed the stream while we were sending") from error
+
+    async def receive(self) -> bytes:
+        try:
+            self._next = self._next or await self._incoming.receive()
+        except (trio.EndOfChannel, trio.ClosedResourceError) as error:
+            raise StreamClosed(f"peer {self._peer} ended the stream") from error
+        due, frame = self._next
+        await trio.sleep_until(due)
+        self._next = None
+        if len(frame) > self._max_frame_bytes:
+            self.close()
+            raise FrameTooLarge(f"peer {self._peer} sent {len(frame)} bytes; the bound is {self._max_frame_bytes}")
+        return frame
+
+    def is_cut(self) -> bool:
+        """Whether a partition lies between the two ends."""
+        return not self._network.connects(self._own, self._peer)
+
+    def close(self) -> None:
+        """Close both directions now; frames already sent still arrive."""
+        self._network.open_streams.discard(self)
+        self._outgoing.close()
+        self._incoming.close()
+
+    async def aclose(self) -> None:
+        self.close()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+
+def stream_pair(
+    network: Medium, opener: str, server: str, server_max_frame_bytes: int
+) -> tuple[MemoryStream, MemoryStream]:
+    """The opener's and the server's end of a new stream."""
+    there_send, there_receive = trio.open_memory_channel[tuple[float, bytes]](FRAMES_IN_FLIGHT_MAX)
+    back_send, back_receive = trio.open_memory_channel[tuple[float, bytes]](FRAMES_IN_FLIGHT_MAX)
+    return (
+        MemoryStream(network, (opener, server), there_send, back_receive, FRAME_MAX_BYTES),
+        MemoryStream(network, (server, opener), back_send, there_receive, server_max_frame_bytes),
+    )
