@@ -29,6 +29,7 @@ from echo_p2p.net.dialing import answers, backoff_s, split_address, tcp_endpoint
 from echo_p2p.net.frames import FrameStream
 from echo_p2p.net.gossip import GossipSettings, open_gossip
 from echo_p2p.net.hive import HiveNode, HiveSettings, open_hive
+from echo_p2p.net.joining import wait_for_any
 from echo_p2p.net.memory import MemoryNetwork
 from echo_p2p.net.portal import open_portal
 from echo_p2p.net.relay import limit_in, relay_limit_bytes
@@ -739,6 +740,22 @@ def test_addresses_and_backoff():
     delays = backoff_s()
     assert [next(delays) for _ in range(6)] == [1, 2, 4, 8, 15, 15]
     assert not trio.run(answers, "/ip4/127.0.0.1/tcp/1")
+
+
+def test_waiting_for_any_bootstrap_says_so_and_ends_when_one_answers(caplog):
+    async def main():
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        port = listeners[0].socket.getsockname()[1]
+        dead = f"/ip4/127.0.0.1/tcp/1/p2p/{generate().peer_id}"
+        with trio.fail_after(5):
+            await wait_for_any((dead, f"/ip4/127.0.0.1/tcp/{port}/p2p/{generate().peer_id}"))
+        with trio.move_on_after(0.3) as scope:
+            await wait_for_any((dead,))
+        assert scope.cancelled_caught
+        await listeners[0].aclose()
+
+    trio.run(main)
+    assert "no bootstrap reachable at /ip4/127.0.0.1/tcp/1/" in caplog.text
 
 
 def test_the_limit_in_a_relays_answer():

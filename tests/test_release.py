@@ -1,5 +1,7 @@
 """Parts of a model, and the hash of a policy."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,8 +27,8 @@ def test_a_span_needs_its_layers_and_the_ends_that_it_holds():
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(1, n), max_size=5))))
 def test_the_spans_of_a_chain_need_every_part(model):
     layers, cuts = model
-    edges = sorted({0, layers, *(cut for cut in cuts)})
-    spans = [Span(start=start, end=end, layers=layers) for start, end in zip(edges, edges[1:], strict=False)]
+    edges = sorted({0, layers, *cuts})
+    spans = [Span(start=start, end=end, layers=layers) for start, end in pairwise(edges)]
     held = {part for span in spans for part in parts_of(span, tied=False)}
     assert held == {"embed", "head", *(f"layer.{i}" for i in range(layers))}
 

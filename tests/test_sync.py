@@ -1,5 +1,7 @@
 """The two sync protocols: lag over epochs, the producer's rule, and one sequential step whatever workers do."""
 
+from contextlib import suppress
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -16,7 +18,7 @@ from echo_protocols.sync import (
     may_generate,
     release_fault,
 )
-from echo_protocols.values import PolicyVersion, encode
+from echo_protocols.values import PolicyVersion, decode, encode
 
 
 def v(epoch: int, step: int) -> PolicyVersion:
@@ -249,3 +251,9 @@ def test_replies_are_bounded():
         msgspec.msgpack.decode(encode({"version": v(0, 1), "slots": [(1, n) for n in range(1025)]}), type=PullRequest)
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(encode({"version": v(0, 1), "release": bytes(31), "size_bytes": 1}), type=LatestRelease)
+
+
+@given(st.binary(max_size=200) | st.integers(1, 100_000).map(lambda depth: b"\x81\xa1z" + b"\x91" * depth))
+def test_no_bytes_of_a_reply_raise_anything_but_a_decode_error(data):
+    with suppress(msgspec.DecodeError):
+        decode(data, PullReply)

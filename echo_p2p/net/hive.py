@@ -31,6 +31,7 @@ from echo_p2p.net.hive_settings import (
     daemon_flags,
     is_local,
 )
+from echo_p2p.net.joining import wait_for_any
 from echo_p2p.net.portal import Portal, open_portal
 from echo_p2p.net.relay import relay_limit_bytes
 from echo_p2p.net.signed import OwnedRecords
@@ -90,8 +91,12 @@ class _Table:
 async def open_hive(identity: Identity, settings: HiveSettings) -> AsyncIterator[HiveNode]:
     """Run a node; it joins in the background (`wait_joined`), and its daemon is gone when the context is left.
 
+    A volunteer that may need a relay first waits for a bootstrap to answer: a relay that does not answer a daemon when
+    it starts is not asked again for a long time.
     Raises NetError if the daemon does not start, and (out of the body) if it dies while it is needed.
     """
+    if settings.role == "volunteer" and settings.initial_peers and not is_local(settings):
+        await wait_for_any(settings.initial_peers)
     async with _private_folder() as folder, open_portal("hivemind") as portal:
         vendor_node = await _start(identity, settings, portal, folder)
         try:

@@ -22,6 +22,20 @@ class Joining:
     greet: Callable[[str], Awaitable[bool]]
 
 
+async def wait_for_any(addresses: tuple[str, ...]) -> None:
+    """Wait until something answers at one of `addresses`; says so while nothing does. Put a deadline around it."""
+    for delay_s in backoff_s():
+        for address in addresses:
+            if await answers(split_address(address)[0]):
+                return
+        _say_unreachable(addresses, delay_s)
+        await trio.sleep(delay_s)
+
+
+def _say_unreachable(addresses: tuple[str, ...], delay_s: float) -> None:
+    logger.warning("no bootstrap reachable at %s, trying again in %.0f s", ", ".join(addresses), delay_s)
+
+
 class Bootstraps:
     """The bootstraps at `addresses` (`/ip4/…/tcp/…/p2p/…`), looked after every `check_s` seconds."""
 
@@ -56,8 +70,7 @@ class Bootstraps:
                 await trio.sleep(BACKOFF_FIRST_S)
             else:
                 delay_s = next(delays_s)
-                where = ", ".join(self._addresses)
-                logger.warning("no bootstrap reachable at %s, trying again in %.0f s", where, delay_s)
+                _say_unreachable(self._addresses, delay_s)
                 await trio.sleep(delay_s)
 
     def _note(self, reached: frozenset[str]) -> None:

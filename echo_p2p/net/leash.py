@@ -17,7 +17,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Never returns: this process becomes the program."""
     separator = sys.argv.index("--")
-    os.setpgid(0, 0)  # Ctrl-C in a terminal is for the node, which then ends this program in order
+    if os.getsid(0) != os.getpid():  # the leader of a session has its own process group already
+        os.setpgid(0, 0)  # Ctrl-C in a terminal is for the node, which then ends this program in order
     parent = int(sys.argv[1])
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -19,7 +19,7 @@ from echo_protocols.release import Release
 from echo_protocols.rollout import LargeRollout, RolloutGroup
 from echo_protocols.run import RunManifest
 from echo_protocols.sync import LatestRelease, PullRequest
-from echo_protocols.values import Count, Hash, Name, Signature, Time, canonical, encode
+from echo_protocols.values import Count, Hash, Name, Signature, Time, canonical, decode, encode
 
 T = TypeVar("T")
 
@@ -29,7 +29,6 @@ NO_RUN = bytes(32)
 MAX_CLOCK_SKEW_S = 60.0
 _DOMAIN = b"echo/envelope/1\x00"
 _OVERHEAD_BYTES = 512
-_UNDECODABLE = (msgspec.DecodeError, RecursionError)
 _Part = Annotated[int, Meta(ge=0, le=65535)]
 
 
@@ -168,8 +167,8 @@ class Border:
 
 def reopen(data: bytes, kind: Kind[T]) -> Opened[T]:
     """Read an envelope of our own disk, which was checked before it was written. Raises msgspec.DecodeError."""
-    envelope = msgspec.msgpack.decode(data, type=Envelope)
-    payload = msgspec.msgpack.decode(envelope.payload, type=kind.type)
+    envelope = decode(data, Envelope)
+    payload = decode(envelope.payload, kind.type)
     return Opened(keys.peer_id(envelope.signer), envelope.sequence, envelope.issued_at, payload)
 
 
@@ -198,11 +197,11 @@ def _open(data: bytes, kind: Kind[T], run_id: bytes, now: float) -> Opened[T] | 
     if len(data) > kind.max_bytes + _OVERHEAD_BYTES:
         return Refusal("oversized", f"{len(data)} bytes for a {kind.name}")
     try:
-        version = msgspec.msgpack.decode(data, type=_VersionOnly).version
+        version = decode(data, _VersionOnly).version
         if version[0] != PROTOCOL_VERSION[0]:  # what follows may be laid out in another way
             return Refusal("protocol-version", f"{version[0]}.{version[1]}")
-        envelope = msgspec.msgpack.decode(data, type=Envelope)
-    except _UNDECODABLE as error:
+        envelope = decode(data, Envelope)
+    except msgspec.DecodeError as error:
         return Refusal("malformed", str(error))
     if encode(envelope) != data:
         return Refusal("malformed", "not the one encoding of its envelope")
@@ -215,8 +214,8 @@ def _open(data: bytes, kind: Kind[T], run_id: bytes, now: float) -> Opened[T] | 
     if not keys.verify(envelope.signer, envelope.signature, signed_bytes(envelope)):
         return Refusal("bad-signature", keys.peer_id(envelope.signer))
     try:
-        payload = msgspec.msgpack.decode(envelope.payload, type=kind.type)
-    except _UNDECODABLE as error:
+        payload = decode(envelope.payload, kind.type)
+    except msgspec.DecodeError as error:
         return Refusal("malformed", f"{kind.name}: {error}")
     if kind.exact and encode(payload) != envelope.payload:
         return Refusal("not-exact", f"a {kind.name} with fields that this version doesn't know")

@@ -34,12 +34,20 @@ def encode(value: object) -> bytes:
     return _ENCODER.encode(value)
 
 
+def decode(data: bytes, type: type[T]) -> T:
+    """The checked value of what a peer sent. Raises msgspec.DecodeError and nothing else, however hostile it is."""
+    try:
+        return msgspec.msgpack.decode(data, type=type)
+    except RecursionError:
+        raise msgspec.DecodeError("nested too deeply") from None
+
+
 def canonical(value: T) -> bytes:
     """The one encoding of a value, which hashes are taken of: `encode` of what a receiver decodes. Raises ValueError.
 
     Differs from `encode` where a field of type float was given an integer.
     """
-    return encode(msgspec.msgpack.decode(encode(value), type=type(value)))
+    return encode(decode(encode(value), type(value)))
 
 
 class PolicyVersion(Struct, frozen=True, kw_only=True, order=True, array_like=True):
