@@ -147,6 +147,9 @@ class GossipNode:
         if not await answers(transport):
             raise Unreachable(f"nobody answers at {transport} (gossip of peer {peer})")
         identifier = ID.from_base58(peer)
+        # what failed before must not stand in the way: a peer that restarted is back at another address
+        self._host.get_peerstore().clear_addrs(identifier)
+        self._host.get_network().unblock_peer(identifier)
         try:
             with trio.fail_after(CONNECT_TIMEOUT_S):
                 await self._host.connect(PeerInfo(identifier, [Multiaddr(transport)]))

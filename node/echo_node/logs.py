@@ -41,6 +41,8 @@ def set_up_logging(*, verbosity: int, as_json: bool) -> Journal:
     lines.setFormatter(_JsonLines() if as_json else logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     root.handlers[:] = [lines]
     root.setLevel(logging.INFO if verbosity >= 2 else logging.ERROR)
+    if logging.lastResort is not None:
+        logging.lastResort.setLevel(root.level)  # what vendors use that take their loggers out of the tree
     journal = Journal()
     level = {-1: logging.WARNING, 0: logging.INFO}.get(verbosity, logging.DEBUG)
     for name in OURS:
