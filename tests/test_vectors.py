@@ -1,6 +1,7 @@
 """The golden vectors: these values have these bytes, and these bytes have these values."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo_p2p import identity
-from echo_protocols import envelope, hop, keys
+from echo_protocols import envelope, hop, keys, peer, release, rollout, run, sync, values
 from echo_protocols.envelope import Border, Opened, Refusal, Sealer, reopen
 from echo_protocols.release import policy_hash
 from echo_protocols.rollout import group_fault
@@ -19,6 +20,7 @@ from echo_protocols.uniform import group_id, prompt_index, uniform
 from echo_protocols.values import canonical, encode
 
 FOLDER = Path(__file__).parent.parent / "protocols" / "vectors"
+WIRE = (values, envelope, peer, run, rollout, release, sync, hop)
 MAKE = runpy.run_path(str(FOLDER / "make.py"))
 KINDS = {kind.name: kind for kind in vars(envelope).values() if isinstance(kind, envelope.Kind)}
 
@@ -130,3 +132,22 @@ def test_hop(vector):
     assert type(frame).__name__ == vector["kind"]
     assert MAKE["plain"](frame) == vector["value"]
     assert b"".join(hop.encode(chain, frame)).hex() == vector["encoded"]
+
+
+def test_the_specification_names_every_kind_field_and_reason():
+    text = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    said = set(re.findall(r"`([^`\n]+)`", text))
+    structs = {each for module in WIRE for each in vars(module).values() if isinstance(each, type)}
+    structs = {each for each in structs if issubclass(each, msgspec.Struct) and not each.__name__.startswith("_")}
+    fields = {name for each in structs - {hop.Forward, hop.Tokens} for name in each.__struct_fields__}
+    assert fields - said == set()
+    assert set(KINDS) - said == set()
+    for kind in KINDS.values():
+        size = f"{kind.max_bytes >> 10} KiB" if kind.max_bytes < 1 << 20 else f"{kind.max_bytes >> 20} MiB"
+        assert re.search(rf"\| `{kind.name}` \|[^|]*\| {size} \|", text), kind.name
+    for number, kind in ((number, kind.__name__) for kind, number in hop._KINDS.items()):
+        assert f"| {number} {kind} |" in text
+    source = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (envelope, rollout, sync))
+    reasons = set(re.findall(r'(?:return|else|Refusal\() ?"([a-z]+(?:-[a-z]+)*)"', source))
+    assert len(reasons) > 20
+    assert reasons - {"known-version"} - said == set()
