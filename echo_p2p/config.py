@@ -76,6 +76,8 @@ class InferenceConfig(Struct, frozen=True, kw_only=True):
     memory_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
     store_bytes: Positive = 4 << 30
     lanes: Positive = 2
+    nice: Annotated[int, Meta(ge=0, le=19)] = 10
+    """How far to stand back on a machine that has other work, as in nice(1)."""
     slowdown_s: Annotated[float, Meta(ge=0.0)] = 0.0
     """Seconds to wait after each decode step: makes a slow peer out of a fast one, for experiments."""
 

@@ -1,6 +1,7 @@
 """The inference role: find the run, say what this device can hold, and serve whatever span the plan gives it."""
 
 import logging
+import os
 
 import psutil
 import trio
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 async def run_inference(board: Board, places: Places) -> None:
     """Serve until cancelled. Raises ModelError when this device can't hold a layer."""
     presence, config = board.presence, board.config.inference
+    if hasattr(os, "nice"):
+        os.nice(config.nice)
     run = await _find_run(presence)
     log.info("run %s: %s, task %s", run.run_id.hex()[:12], run.manifest.model, run.manifest.task.name)
     presence.swarm.join(run)
