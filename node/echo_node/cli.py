@@ -3,6 +3,7 @@
 Heavy packages are imported by the command that needs them, so that `--help` answers at once.
 """
 
+import functools
 import sys
 import traceback
 from collections.abc import Callable
@@ -36,11 +37,14 @@ def _innermost(error: BaseException) -> BaseException:
     return _innermost(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
+_option = functools.partial(click.option, show_envvar=True)
+
+
 @click.group(cls=_Sentences, context_settings=CONTEXT)
-@click.option("--home", envvar="ECHO_HOME", help="Folder for everything of this node; else the platform's own places.")
-@click.option("-v", "--verbose", count=True, help="More on stderr; twice: the network packages too.")
-@click.option("-q", "--quiet", is_flag=True, help="Only warnings on stderr.")
-@click.option("--log-json", is_flag=True, help="Log lines as JSON.")
+@_option("--home", envvar="ECHO_HOME", help="Folder for everything of this node; else the platform's own places.")
+@_option("-v", "--verbose", count=True, help="More on stderr; twice: the network packages too.")
+@_option("-q", "--quiet", is_flag=True, help="Only warnings on stderr.")
+@_option("--log-json", is_flag=True, help="Log lines as JSON.")
 @click.version_option(package_name="echo-p2p")
 @click.pass_context
 def main(ctx: click.Context, home: str | None, verbose: int, quiet: bool, log_json: bool) -> None:
@@ -54,22 +58,23 @@ def main(ctx: click.Context, home: str | None, verbose: int, quiet: bool, log_js
 
 def _network_options(command: Callable[..., None]) -> Callable[..., None]:
     options = [
-        click.option("--swarm", help="Name of the swarm; one swarm never hears another's.  [default: echo]"),
-        click.option("--peer", "peers", multiple=True, help="Address of a bootstrap: /ip4/…/tcp/…/p2p/12D3… (repeat)."),
-        click.option("--host", help="Address to listen on.  [default: 0.0.0.0]"),
-        click.option("--port", type=int, help="TCP port for streams and records; 0 takes a free one.  [default: 0]"),
-        click.option("--gossip-port", type=int, help="TCP port for gossip; 0 takes a free one.  [default: 0]"),
-        click.option("--announce", multiple=True, help="Address that others shall dial instead (repeat)."),
-        click.option("--http-port", type=int, help="Port of the local HTTP page; 0 takes a free one.  [default: 0]"),
-        click.option("--config", type=click.Path(path_type=Path), help="TOML file; flags win over it."),
-        click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any key of the TOML, dotted."),
+        _option("--swarm", help="Name of the swarm; one swarm never hears another's.  [default: echo]"),
+        _option("--peer", "peers", multiple=True, help="Address of a bootstrap: /ip4/…/tcp/…/p2p/12D3… (repeat)."),
+        _option("--host", help="Address to listen on.  [default: 0.0.0.0]"),
+        _option("--port", type=int, help="TCP port for streams and records; 0 takes a free one.  [default: 0]"),
+        _option("--gossip-port", type=int, help="TCP port for gossip; 0 takes a free one.  [default: 0]"),
+        _option("--announce", multiple=True, help="Address that others shall dial instead (repeat)."),
+        _option("--http-port", type=int, help="Port of the local HTTP page; 0 takes a free one.  [default: 0]"),
+        _option("--config", type=click.Path(path_type=Path), help="TOML file; flags win over it."),
+        _option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any key of the TOML, dotted."),
     ]
     for option in reversed(options):
         command = option(command)
     return command
 
 
-def _config(role: str, flags: dict[str, Any]) -> NodeConfig:
+def node_config(role: str, flags: dict[str, Any]) -> NodeConfig:
+    """The configuration that a command's flags, over its file, add up to. Raises ConfigError."""
     given = {
         "role": role,
         "swarm": flags["swarm"],
@@ -107,21 +112,21 @@ def _setting(text: str) -> tuple[str, object]:
 @click.pass_context
 def bootstrap(ctx: click.Context, /, **flags: Any) -> None:
     """Run a rendezvous: the first address that the others dial."""
-    _run_node(ctx, _config("bootstrap", flags))
+    _run_node(ctx, node_config("bootstrap", flags))
 
 
 @main.command()
-@click.option("--role", type=click.Choice(["inference", "trainer"]), required=True, help="What this machine gives.")
+@_option("--role", type=click.Choice(["inference", "trainer"]), required=True, help="What this machine gives.")
 @_network_options
-@click.option("--model", help="Trainer: hub id (with @revision), folder, or `tiny`.  [default: tiny]")
-@click.option("--protocol", type=click.Choice(["sequential", "async"]), help="Trainer: how rollouts are synchronised.")
-@click.option("--steps", type=int, help="Trainer: stop after so many steps.")
-@click.option("--max-layers", type=int, help="Inference: serve at most so many layers.  [default: what fits]")
-@click.option("--slowdown", type=float, help="Inference: seconds to wait after each decode step, for experiments.")
+@_option("--model", help="Trainer: hub id (with @revision), folder, or `tiny`.  [default: tiny]")
+@_option("--protocol", type=click.Choice(["sequential", "async"]), help="Trainer: how rollouts are synchronised.")
+@_option("--steps", type=int, help="Trainer: stop after so many steps.")
+@_option("--max-layers", type=int, help="Inference: serve at most so many layers.  [default: what fits]")
+@_option("--slowdown", type=float, help="Inference: seconds to wait after each decode step, for experiments.")
 @click.pass_context
 def join(ctx: click.Context, /, role: str, **flags: Any) -> None:
     """Join a swarm as an inference peer or a trainer."""
-    _run_node(ctx, _config(role, flags))
+    _run_node(ctx, node_config(role, flags))
 
 
 def _run_node(ctx: click.Context, config: NodeConfig) -> None:
@@ -134,9 +139,9 @@ def _run_node(ctx: click.Context, config: NodeConfig) -> None:
 
 
 @main.command("co-located", hidden=True)
-@click.option("--config", type=click.Path(path_type=Path), help="TOML file.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any key of the TOML, dotted.")
-@click.option("--steps", type=int, help="Stop after so many steps.")
+@_option("--config", type=click.Path(path_type=Path), help="TOML file.")
+@_option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any key of the TOML, dotted.")
+@_option("--steps", type=int, help="Stop after so many steps.")
 @click.pass_context
 def co_located(ctx: click.Context, config: Path | None, settings: tuple[str, ...], steps: int | None) -> None:
     """The same run with trainer and sampler in one process and no network: the baseline of every comparison."""
@@ -152,16 +157,16 @@ def co_located(ctx: click.Context, config: Path | None, settings: tuple[str, ...
 
 
 @main.command()
-@click.option("--protocol", type=click.Choice(["sequential", "async"]), default="async", help="How to synchronise.")
-@click.option("--seconds", type=float, help="Wall time before the nodes leave.  [default: 150]")
-@click.option("--steps", type=int, help="End after so many steps instead.")
-@click.option("--peers", type=click.Choice(["all", "chain", "whole"]), default="all", help="Which inference peers.")
-@click.option("--seed", type=int, default=1, help="Seed of prompts, sampling and training.")
-@click.option("--co-located", is_flag=True, help="One process, no network: the baseline.")
-@click.option("--slow", type=float, default=0.0, help="Slow one peer down by so many seconds a decode step.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the summary there.")
-@click.option("--keep", is_flag=True, help="Keep the folders of the nodes, and say where they are.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any key of the run's TOML, dotted.")
+@_option("--protocol", type=click.Choice(["sequential", "async"]), default="async", help="How to synchronise.")
+@_option("--seconds", type=float, help="Wall time before the nodes leave.  [default: 150]")
+@_option("--steps", type=int, help="End after so many steps instead.")
+@_option("--peers", type=click.Choice(["all", "chain", "whole"]), default="all", help="Which inference peers.")
+@_option("--seed", type=int, default=1, help="Seed of prompts, sampling and training.")
+@_option("--co-located", is_flag=True, help="One process, no network: the baseline.")
+@_option("--slow", type=float, default=0.0, help="Slow one peer down by so many seconds a decode step.")
+@_option("--json", "json_path", type=click.Path(path_type=Path), help="Write the summary there.")
+@_option("--keep", is_flag=True, help="Keep the folders of the nodes, and say where they are.")
+@_option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any key of the run's TOML, dotted.")
 def demo(json_path: Path | None, settings: tuple[str, ...], **options: Any) -> None:
     """Watch a whole swarm learn on this machine: five processes on loopback, over the real network stacks."""
     from echo_node.demo import DemoOptions, run_demo
@@ -170,7 +175,7 @@ def demo(json_path: Path | None, settings: tuple[str, ...], **options: Any) -> N
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="The document that GET /state serves.")
+@_option("--json", "as_json", is_flag=True, help="The document that GET /state serves.")
 @click.pass_obj
 def status(places: Any, as_json: bool) -> None:
     """What the node on this machine is doing."""
@@ -180,7 +185,7 @@ def status(places: Any, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="The document that GET /state serves.")
+@_option("--json", "as_json", is_flag=True, help="The document that GET /state serves.")
 @click.pass_obj
 def peers(places: Any, as_json: bool) -> None:
     """Who is in the swarm."""
@@ -190,7 +195,7 @@ def peers(places: Any, as_json: bool) -> None:
 
 
 @main.command("id")
-@click.option("--json", "as_json", is_flag=True, help="As JSON, with the path of the key.")
+@_option("--json", "as_json", is_flag=True, help="As JSON, with the path of the key.")
 @click.pass_obj
 def show_id(places: Any, as_json: bool) -> None:
     """This node's PeerID; makes its key if there is none yet."""

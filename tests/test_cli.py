@@ -1,0 +1,94 @@
+"""The command line as a person meets it: answers on stdout, one sentence on stderr, exit status."""
+
+import json
+import re
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from echo_node.cli import main
+
+
+def run(home: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["--home", str(home), *arguments])
+
+
+def commands() -> list[str]:
+    return main.list_commands(click.Context(main))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_explains_itself_and_all_its_options(tmp_path: Path, command: str) -> None:
+    result = run(tmp_path, command, "--help")
+    assert result.exit_code == 0
+    assert main.commands[command].help
+    for option in main.commands[command].params:
+        assert isinstance(option, click.Option)
+        assert option.help, option.name
+        assert option.show_envvar, option.name
+
+
+def test_every_command_is_named_in_the_readme() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text() + (
+        Path(__file__).parent.parent / "node" / "README.md"
+    ).read_text()
+    for command in commands():
+        if not main.commands[command].hidden:
+            assert re.search(rf"(echo-node|make) {command}\b|`{command}`", readme), command
+
+
+def test_id_is_made_once_and_then_kept(tmp_path: Path) -> None:
+    first = run(tmp_path, "id")
+    assert first.exit_code == 0
+    assert re.fullmatch(r"12D3Koo\w+\n", first.stdout)
+    again = json.loads(run(tmp_path, "id", "--json").stdout)
+    assert again == {"peer": first.stdout.strip(), "identity": str(tmp_path / "identity.key")}
+    assert (tmp_path / "identity.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_identity_that_others_can_read_is_refused_with_the_cure(tmp_path: Path) -> None:
+    run(tmp_path, "id")
+    (tmp_path / "identity.key").chmod(0o644)
+    result = run(tmp_path, "id")
+    assert result.exit_code == 1
+    assert "chmod 600" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_status_without_a_node_says_so_in_one_sentence(tmp_path: Path) -> None:
+    for command in ("status", "peers"):
+        result = run(tmp_path, command)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "run.max_lg=3"], "unknown key `run.max_lg`; did you mean `run.max_lag`?"),
+        (["--set", "run.max_lag=many"], "`run.max_lag`: Expected `int`, got `str`"),
+        (["--set", "nonsense"], "write KEY=VALUE"),
+        (["--config", "missing.toml"], "can't read the configuration missing.toml"),
+    ],
+)
+def test_wrong_configuration_is_one_sentence_with_the_path_of_the_key(
+    tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    result = run(tmp_path, "join", "--role", "trainer", *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_flags_win_over_set_and_set_wins_over_the_file(tmp_path: Path) -> None:
+    from echo_node.cli import node_config
+
+    file = tmp_path / "run.toml"
+    file.write_text("[run]\nmax_lag = 1\nprotocol = 'async'\nseed = 7\n")
+    flags = dict.fromkeys(["swarm", "host", "port", "gossip_port", "http_port"])
+    flags |= {"peers": (), "announce": (), "config": file, "protocol": "sequential"}
+    config = node_config("trainer", flags | {"settings": ("run.max_lag=2", "run.protocol=async")})
+    assert (config.run.max_lag, config.run.protocol, config.run.seed) == (2, "sequential", 7)
