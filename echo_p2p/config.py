@@ -69,8 +69,12 @@ class TrainerConfig(Struct, frozen=True, kw_only=True):
 
 
 class InferenceConfig(Struct, frozen=True, kw_only=True):
-    """What an inference peer gives. `max_layers` 0 measures what fits in memory."""
+    """What an inference peer gives, and to whom. `max_layers` 0 measures what fits in memory.
 
+    `owner` is the PeerID whose runs are served: anybody may begin one in a swarm. Empty: the first that is found.
+    """
+
+    owner: str = ""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     max_layers: Annotated[int, Meta(ge=0)] = 0
     memory_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5

@@ -1,6 +1,8 @@
 """One node on the network: both stacks, the border and the swarm, brought up together. Knows no role's work."""
 
+import ipaddress
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +12,7 @@ import msgspec
 import trio
 
 from echo_p2p.config import NetworkConfig
-from echo_p2p.errors import Unreachable
+from echo_p2p.errors import NetError, Unreachable
 from echo_p2p.identity import Identity
 from echo_p2p.net.gossip import GossipNode, GossipSettings, open_gossip
 from echo_p2p.net.hive import HiveNode, HiveSettings, open_hive
@@ -103,35 +105,94 @@ async def _follow_addresses(presence: Presence) -> None:
     while True:
         await trio.sleep(_ADDRESSES_EVERY_S)
         before = presence.stream_addresses
-        await presence.refresh_addresses()
+        try:
+            await presence.refresh_addresses()
+        except NetError as error:
+            log.warning("can't ask where this node can be dialled (%s); trying again", error)
         if presence.stream_addresses != before:
             presence.swarm.announce()
 
 
 async def _meet_members(presence: Presence, nursery: trio.Nursery) -> None:
     """Learn where members can be dialled; keep gossip with bootstraps and trainers, who forward everybody's."""
-    dialled: set[tuple[str, ...]] = set()
+    dialling: set[str] = set()
+    dialled: dict[str, tuple[float, tuple[str, ...]]] = {}  # by peer: when, and where
+
+    async def dial(peer: str, addresses: tuple[str, ...]) -> None:
+        dialling.add(peer)
+        await _dial_first(presence.gossip, addresses)
+        dialling.discard(peer)
+
     while True:
-        for peer, member in presence.swarm.members.items():
-            if peer == presence.identity.peer_id:
-                continue
-            presence.hive.learn(peer, member.record.streams)
-            hub = member.record.role in _HUBS
-            if hub and member.record.gossip not in dialled:
-                dialled.add(member.record.gossip)
-                nursery.start_soon(_dial_first, presence.gossip, member.record.gossip)
+        hubs = _hubs(presence)
+        others = [peer for peer in presence.swarm.members if peer not in hubs and peer != presence.identity.peer_id]
+        for peer in (*others, *hubs):  # an address book that is full forgets the first
+            presence.hive.learn(peer, presence.swarm.members[peer].record.streams)
+        dialled = {peer: last for peer, last in dialled.items() if peer in hubs}
+        now = trio.current_time()
+        for peer, addresses in hubs.items():
+            last_at, last = dialled.get(peer, (-_HUB_AGAIN_S, ()))
+            if addresses and addresses != last and peer not in dialling and now - last_at >= _HUB_AGAIN_S:
+                dialled[peer] = (now, addresses)
+                nursery.start_soon(dial, peer, addresses)
         await presence.swarm.changed()
 
 
+def _hubs(presence: Presence) -> dict[str, tuple[str, ...]]:
+    """Whom to keep gossip with, and where: those that we were told of, the run's trainers, and few who just say so.
+
+    Anybody may call himself a trainer and name any address: only addresses of its own PeerID are dialled.
+    """
+    swarm = presence.swarm
+    trusted = {address.rpartition("/p2p/")[2] for address in presence.network.peers}
+    trusted |= {member.peer for member in swarm.trainers()}
+    claiming = [member for peer, member in swarm.members.items() if peer != presence.identity.peer_id]
+    claiming = [member for member in claiming if member.record.role in _HUBS]
+    ordered = sorted(claiming, key=lambda member: (member.peer not in trusted, member.record.started_at, member.peer))
+    hubs = [member for member in ordered if member.peer in trusted]
+    hubs += ordered[len(hubs) :][: max(0, _HUBS_MAX - len(hubs))]
+    return {
+        member.peer: tuple(address for address in member.record.gossip if dialable(address, member.peer))
+        for member in hubs
+    }
+
+
 _HUBS: tuple[Role, ...] = ("bootstrap", "trainer")
+_HUBS_MAX = 8
+_HUB_AGAIN_S = 30.0
+_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*\Z")
+
+
+def dialable(address: str, peer: str) -> bool:
+    """Whether an address that a peer gave names that peer, at a plain TCP endpoint."""
+    parts = address.split("/")
+    if len(parts) != 7 or parts[0] or parts[3] != "tcp" or parts[5:] != ["p2p", peer]:
+        return False
+    kind, host, port = parts[1], parts[2], parts[4]
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
+        return False
+    try:
+        match kind:
+            case "ip4":
+                ipaddress.IPv4Address(host)
+            case "ip6":
+                ipaddress.IPv6Address(host)
+            case _:
+                return kind in ("dns", "dns4", "dns6") and _HOST_NAME.match(host) is not None
+    except ValueError:
+        return False
+    return True
 
 
 async def _dial_first(gossip: GossipNode, addresses: tuple[str, ...]) -> None:
+    """Task boundary: an address that another peer gave must not end us, whatever it does to a vendor."""
     for address in addresses:
         try:
             await gossip.connect(address)
         except Unreachable as error:
             log.info("%s", error)
+        except Exception:
+            log.exception("gossip address %s can't be dialled", address)
         else:
             return
 

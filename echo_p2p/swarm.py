@@ -15,8 +15,9 @@ import trio
 
 from echo_p2p.errors import NetError
 from echo_p2p.net.base import Records
+from echo_p2p.records import CheckedRecords
 from echo_protocols import names
-from echo_protocols.envelope import LATEST, NO_RUN, PLAN, ROLE, RUN, Border, Kind, Opened, Refusal, Sealer
+from echo_protocols.envelope import LATEST, NO_RUN, PLAN, ROLE, RUN, Border, Kind, Opened, Sealer
 from echo_protocols.peer import Plan, RoleRecord
 from echo_protocols.run import RunManifest
 from echo_protocols.sync import LatestRelease
@@ -77,6 +78,10 @@ class Swarm:
         self._sealer = sealer
         self._border = border
         self._describe = describe
+        self._roles = CheckedRecords(records, border, names.role_key(name), ROLE, NO_RUN)
+        self._manifests = CheckedRecords(records, border, names.run_key(name), RUN, NO_RUN)
+        self._of_run: _RunRecords | None = None
+        self._twin_started_at = 0.0
         self._published: dict[str, bytes] = {}
         self._renew_now = trio.Event()
         self._changed = trio.Event()
@@ -101,7 +106,14 @@ class Swarm:
         self._renew_now.set()
 
     def join(self, run: Run) -> None:
-        """From now on, plan and release are those of `run`."""
+        """From now on, plan and release are those of `run`; what was known of another run's is forgotten."""
+        if self.joined is None or self.joined.run_id != run.run_id:
+            self.plan, self.latest = None, None
+            self._of_run = _RunRecords(
+                run,
+                CheckedRecords(self._records, self._border, names.plan_key(self.name), PLAN, run.run_id),
+                CheckedRecords(self._records, self._border, names.release_key(self.name), LATEST, run.run_id),
+            )
         self.joined = run
         self._notify()
 
@@ -148,54 +160,74 @@ class Swarm:
                 await self._records.put(key, value, ttl_s)
         except (NetError, trio.TooSlowError) as error:
             log.warning("record %s was not stored (%s); trying again in %.0f s", key, error, RENEW_EVERY_S)
+        except Exception:  # a vendor's own error must not end the node: the next renewal tries again
+            log.exception("record %s was not stored; trying again in %.0f s", key, RENEW_EVERY_S)
 
     async def _watch(self) -> None:
+        """Task boundary of all that is read of the swarm."""
         while True:
             try:
                 with trio.fail_after(_DEADLINE_S):
                     await self._look()
             except (NetError, trio.TooSlowError) as error:
                 log.warning("records of swarm %s can't be read (%s); trying again", self.name, error)
+            except Exception:
+                log.exception("records of swarm %s can't be read; trying again", self.name)
             await trio.sleep(WATCH_EVERY_S)
 
     async def _look(self) -> None:
         before = (self.members, self.runs, self.plan, self.latest)
-        roles = await self._read(names.role_key(self.name), ROLE, NO_RUN)
+        roles = await self._roles.read(time.time())
+        self._look_for_twin(roles)
         self.members = {
             each.signer: Member(each.signer, each.payload, each.issued_at) for each in roles if not each.payload.leaving
         }
-        manifests = await self._read(names.run_key(self.name), RUN, NO_RUN)
-        self.runs = _valid_runs(manifests, self.name) or self.runs
-        if self.joined is not None:
-            await self._look_at(self.joined)
+        self.runs = _valid_runs(await self._manifests.read(time.time()), self.name) or self.runs
+        if self._of_run is not None:
+            await self._look_at(self._of_run)
         if before != (self.members, self.runs, self.plan, self.latest):
             self._notify()
 
-    async def _look_at(self, run: Run) -> None:
-        plans = _by_trainers(await self._read(names.plan_key(self.name), PLAN, run.run_id), run)
+    async def _look_at(self, records: "_RunRecords") -> None:
+        run = records.run
+        plans = _by_trainers(await records.plans.read(time.time()), run)
+        releases = _by_trainers(await records.releases.read(time.time()), run)
+        if records is not self._of_run:
+            return  # another run was joined meanwhile
         for plan in plans:
             if plan.layers == run.manifest.layers and (self.plan is None or plan.number > self.plan.number):
                 self.plan = plan
-        for latest in _by_trainers(await self._read(names.release_key(self.name), LATEST, run.run_id), run):
+        for latest in releases:
             if self.latest is None or latest.version > self.latest.version:
                 self.latest = latest
 
-    async def _read(self, key: str, kind: Kind[T], run_id: bytes) -> list[Opened[T]]:
-        now = time.time()
-        opened = []
-        for owner, record in (await self._records.get(key)).items():
-            value = self._border.open(record.value, kind, run_id, now)
-            if isinstance(value, Refusal):
-                continue
-            if value.signer != owner:
-                self._border.refuse("wrong-owner", f"{kind.name} of {value.signer} under {owner}")
-                continue
-            opened.append(value)
-        return opened
+    def _look_for_twin(self, roles: list[Opened[RoleRecord]]) -> None:
+        """Say so, once for each, if a node that is not this process speaks with our key."""
+        started_at = self._describe().started_at
+        for each in roles:
+            theirs = each.payload.started_at
+            # what our own predecessor left behind was signed before we started
+            alive = each.signer == self.peer and not each.payload.leaving and each.issued_at > started_at
+            if alive and theirs not in (started_at, self._twin_started_at):
+                self._twin_started_at = theirs
+                log.error(
+                    "another %s node of swarm %s runs with this node's key %s, and each hides the other: stop one of "
+                    "them, or move its identity.key away so that it gets a key of its own",
+                    each.payload.role, self.name, self.peer,
+                )  # fmt: skip
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
+
+
+@dataclass(frozen=True, slots=True)
+class _RunRecords:
+    """Where the records of the joined run are read from."""
+
+    run: Run
+    plans: CheckedRecords[Plan]
+    releases: CheckedRecords[LatestRelease]
 
 
 def _valid_runs(manifests: list[Opened[RunManifest]], swarm: str) -> tuple[Run, ...]:

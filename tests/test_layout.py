@@ -33,8 +33,8 @@ HOMES = {
 PROTOCOLS_MAY_IMPORT = {"echo_protocols", "msgspec", "cryptography"}
 NO_SIDE_EFFECTS = {"socket", "time", "asyncio", "threading", "subprocess", "os", "random", "secrets"}
 
-RANKS = {"errors": 0, "config": 0, "identity": 0, "protobuf": 0, "tensors": 0, "net": 1, "swarm": 2, "presence": 2,
-         "models": 2, "weights": 3, "chain": 3, "rl": 3}  # fmt: skip
+RANKS = {"errors": 0, "config": 0, "identity": 0, "protobuf": 0, "tensors": 0, "net": 1, "records": 2, "swarm": 2,
+         "presence": 2, "models": 2, "weights": 3, "chain": 3, "rl": 3}  # fmt: skip
 """Rooms of the library, from the ground up; a room imports only from lower ones, and the top three not each other."""
 
 COMPOSERS = {"echo_p2p.models.warm_start"}

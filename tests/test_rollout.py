@@ -19,6 +19,7 @@ MANIFEST = RunManifest(
     tokenizer_hash=bytes(32),
     layers=4,
     vocabulary=64,
+    stop_tokens=(63,),
     group_size=2,
     sampling=Sampling(max_new_tokens=4),
     trainers=(WORKER,),
@@ -103,6 +104,12 @@ def test_lengths_agree_and_are_bounded():
     assert sample_fault(sample(tokens=(1,) * 5, logprobs=(0.0,) * 5), MANIFEST) == "length"
     assert sample_fault(sample(tokens=(1,) * 4, logprobs=(0.0,) * 4, finish="length"), MANIFEST) is None
     assert sample_fault(sample(finish="length"), MANIFEST) == "finish"
+
+
+def test_an_answer_stops_at_its_first_stop_token():
+    assert sample_fault(sample(tokens=(1, 2, 3)), MANIFEST) == "finish"  # it says stop and has not
+    assert sample_fault(sample(tokens=(1, 63, 63)), MANIFEST) == "finish"  # it went on after the stop
+    assert sample_fault(sample(tokens=(1, 2, 3, 63), logprobs=(0.0,) * 4, finish="length"), MANIFEST) == "finish"
 
 
 @pytest.mark.parametrize("good", [[(0, 3)], [(0, 3), (1, 4)], [(0, 3), (1, 4), (2, 9)]])

@@ -6,6 +6,7 @@ Turns a reference into a folder, and text into token ids and back. Knows nothing
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,17 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
 def decode(tokenizer: Any, token_ids: list[int]) -> str:
     """The text of token ids, without special tokens such as the end of a turn."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def stop_tokens(reference: str) -> tuple[int, ...]:
+    """The token ids that end an answer, ascending: the tokenizer's, and what the model's configuration names."""
+    folder = resolve_model(reference)
+    found = {load_tokenizer(reference).eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            named = json.loads((folder / name).read_bytes()).get("eos_token_id")
+            found.update(named if isinstance(named, list) else [named])
+    return tuple(sorted(token for token in found if isinstance(token, int)))
 
 
 def tokenizer_hash(reference: str) -> str:

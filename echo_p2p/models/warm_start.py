@@ -1,8 +1,9 @@
 """Makes the built-in tiny model: a small Qwen3 over characters, taught by reasoning-gym's own Sokoban solutions.
 
 `python -m echo_p2p.models.warm_start --out DIR` writes a folder in Hugging Face form, the same for the same seed.
-Some of the taught moves are random, so the model has seen the right way but often strays from it: a policy that
-reinforcement learning can visibly sharpen (one stopped early, before it has seen the way, climbs slowly).
+Some of the taught moves are random and many of the taught answers end too early, so the model has seen the right way
+but strays from it and gives up: a policy that reinforcement learning can visibly sharpen (one whose training stopped
+early, before it has seen the way, climbs slowly).
 Knows nothing of runs and peers.
 """
 
@@ -117,13 +118,29 @@ def stray(labels: Any, moves: Any, share: float) -> Any:
     return torch.where(strayed, moves[torch.randint(len(moves), labels.shape)], labels)
 
 
+def cut_short(labels: Any, share: float) -> Any:
+    """The labels with that share of their answers ended at a random place."""
+    import torch
+
+    answer = labels != _IGNORED  # (boards, longest)
+    cut = torch.rand(len(labels)) < share  # (boards,)
+    end = answer.float().argmax(1) + (torch.rand(len(labels)) * answer.sum(1)).long()  # (boards,)
+    place = torch.arange(labels.shape[1]).expand_as(labels)
+    after = (place > end[:, None]) & cut[:, None]
+    there = (place == end[:, None]) & cut[:, None]
+    return labels.masked_fill(after, _IGNORED).masked_fill(there, _EOS)
+
+
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write.")
-@click.option("--seed", default=0, show_default=True, help="Seed of the initial weights and of the random moves.")
+@click.option(
+    "--seed", default=0, show_default=True, help="Seed of the initial weights and of the random moves, and of the cuts."
+)
 @click.option("--boards", default=20_000, show_default=True, help="Solved boards to learn from.")
 @click.option("--steps", default=900, show_default=True, help="Optimizer steps, of 64 boards each.")
-@click.option("--stray-share", default=0.25, show_default=True, help="Share of the taught moves that are random.")
-def main(out: Path, seed: int, boards: int, steps: int, stray_share: float) -> None:
+@click.option("--stray-share", default=0.10, show_default=True, help="Share of the taught moves that are random.")
+@click.option("--cut-share", default=0.55, show_default=True, help="Share of the taught answers that end too early.")
+def main(out: Path, seed: int, boards: int, steps: int, stray_share: float, cut_share: float) -> None:
     """Make the built-in tiny model."""
     import torch
 
@@ -133,6 +150,7 @@ def main(out: Path, seed: int, boards: int, steps: int, stray_share: float) -> N
     model = make_model(len(tokenizer))
     tokens, labels = make_rows(tokenizer, boards, click.echo)
     labels = stray(labels, torch.tensor(tokenizer("LDUR")["input_ids"]), stray_share)
+    labels = cut_short(labels, cut_share)
     train(model, tokens, labels, steps=steps, rows=64, learning_rate=2e-3, report=click.echo)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)

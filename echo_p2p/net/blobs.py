@@ -7,6 +7,7 @@ A stream carries any number of requests, one after the other.
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
@@ -15,7 +16,7 @@ import trio
 from msgspec import Meta, Struct
 from trio import TaskStatus
 
-from echo_p2p.errors import CorruptChunk, EchoError, NetError, RemoteError, Unreachable
+from echo_p2p.errors import CorruptChunk, EchoError, FrameTooLarge, NetError, RemoteError, Unreachable
 from echo_p2p.net.base import Stream, Streams
 from echo_protocols import names
 from echo_protocols.values import Count, Hash
@@ -56,15 +57,23 @@ async def serve_blobs(
     streams: Streams,
     lookup: Callable[[bytes], bytes | None],
     *,
+    refused: Counter[str] | None = None,
     task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve what `lookup` (called in a worker thread) finds, until cancelled."""
+    """Serve what `lookup` (called in a worker thread) finds, until cancelled; `refused` counts what is no request."""
+    counts = Counter[str]() if refused is None else refused
 
     async def handle(stream: Stream) -> None:
         try:
             while await _answer(stream, lookup):
                 pass
-        except (NetError, trio.TooSlowError) as error:
+            counts["malformed"] += 1
+        except FrameTooLarge as error:
+            counts["oversized"] += 1
+            log.debug("blobs for %s ended: %s", stream.peer, error)
+        except trio.TooSlowError:
+            counts["too-slow"] += 1
+        except NetError as error:
             log.debug("blobs for %s ended: %s", stream.peer, error)
 
     await streams.serve(

@@ -7,6 +7,7 @@ The schema is `p2pd.proto` of go-libp2p-daemon; the field numbers below are its.
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from multiaddr.exceptions import Error as MultiaddrError
 from trio import TaskStatus
 
 from echo_p2p import protobuf
-from echo_p2p.errors import NetError, StreamClosed, Unreachable
+from echo_p2p.errors import FrameTooLarge, NetError, StreamClosed, Unreachable
 from echo_p2p.identity import base58_encode, peer_id_bytes
 from echo_p2p.net.base import FRAME_MAX_BYTES, Stream, StreamHandler
 from echo_p2p.net.frames import FrameStream
@@ -42,6 +43,7 @@ class Daemon:
     """A client of the p2pd that listens at `control_path`; `folder` is for our own sockets (short path, mode 0700)."""
 
     def __init__(self, control_path: str, folder: Path) -> None:
+        self.refused: Counter[str] = Counter()  # incoming streams, by reason
         self._control_path = control_path
         self._folder = folder
 
@@ -106,7 +108,7 @@ class Daemon:
         """Serve `protocol` until cancelled, as `Streams.serve` says."""
         path = self._folder / secrets.token_hex(6)
         address = (1, _unix_address(path))
-        serving = _Serving(protocol, handler, max_frame_bytes, max_streams)
+        serving = _Serving(protocol, handler, max_frame_bytes, max_streams, self.refused)
         listener = trio.SocketListener(await _listening_socket(path))
         request = protobuf.encode(address, (2, protocol.encode()), (3, 0))
         async with listener:
@@ -146,14 +148,21 @@ class Daemon:
 
 
 class _Serving:
-    """One served protocol: counts its streams, and keeps a failing handler to its own stream."""
+    """One served protocol: counts its streams, and keeps a failing handler to its own stream.
 
-    def __init__(self, protocol: str, handler: StreamHandler, max_frame_bytes: int, max_streams: int) -> None:
+    One peer gets at most a quarter of the streams, so that it can't keep all others out by holding them.
+    """
+
+    def __init__(
+        self, protocol: str, handler: StreamHandler, max_frame_bytes: int, max_streams: int, refused: Counter[str]
+    ) -> None:
+        self._refused = refused
         self._protocol = protocol
         self._handler = handler
         self._max_frame_bytes = max_frame_bytes
         self._max_streams = max_streams
-        self._active = 0
+        self._max_of_a_peer = max(1, max_streams // 4)
+        self._active: Counter[str] = Counter()  # by peer
 
     async def accept(self, connection: trio.SocketStream) -> None:
         """Task boundary of one incoming stream: nothing that goes wrong in it may end the others."""
@@ -164,22 +173,36 @@ class _Serving:
             await self._admit(connection, peer)
         except StreamClosed as error:
             logger.debug("a stream of %s ended: %s", self._protocol, error)
+        except FrameTooLarge as error:
+            self._refused["oversized"] += 1
+            logger.debug("a stream of %s was closed: %s", self._protocol, error)
         except Exception:
+            self._refused["stream-failed"] += 1
             logger.exception("a stream of %s with peer %s failed and was closed", self._protocol, peer)
 
     async def _admit(self, connection: trio.SocketStream, peer: str) -> None:
-        if self._active >= self._max_streams:
+        if self._active.total() >= self._max_streams or self._active[peer] >= self._max_of_a_peer:
+            self._refused["too-many-streams"] += 1
             logger.warning("refused a stream of peer %s to %s: all are in use", peer, self._protocol)
-            await connection.send_all(_BUSY)
+            await _reply(connection, peer, _BUSY)
             return
-        self._active += 1
+        self._active[peer] += 1
         stream = FrameStream(connection, peer, self._max_frame_bytes)
         try:
-            await connection.send_all(_ACCEPTED)
+            await _reply(connection, peer, _ACCEPTED)
             await self._handler(stream)
         finally:
-            self._active -= 1
+            self._active[peer] -= 1
+            if not self._active[peer]:
+                del self._active[peer]
             await stream.aclose()
+
+
+async def _reply(connection: trio.SocketStream, peer: str, answer: bytes) -> None:
+    try:
+        await connection.send_all(answer)
+    except trio.BrokenResourceError as error:
+        raise StreamClosed(f"peer {peer} left before it was answered") from error
 
 
 async def _await_admission(connection: trio.SocketStream, peer: str, protocol: str, timeout_s: float) -> None:

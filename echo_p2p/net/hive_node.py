@@ -5,6 +5,7 @@ The record table lives on the far side of a portal (`net.hive` makes it); the st
 
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar, TypeVarTuple
@@ -87,6 +88,11 @@ class HiveNode:
     def bootstraps(self) -> frozenset[str]:
         """PeerIDs of the bootstraps that answered at the last look; empty: cut off, and trying again."""
         return self._bootstraps.reached
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Incoming streams that were refused or failed, by reason."""
+        return self._daemon.refused
 
     async def wait_joined(self) -> None:
         """Wait until a bootstrap has let us in, once. Put a deadline around it."""

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -24,6 +25,7 @@ class Board:
     journal: Journal
     trainer: Callable[[], TrainerView] | None = None
     inference: Callable[[], InferenceView] | None = None
+    refused: Callable[[], Mapping[str, int]] | None = None
 
     def state(self) -> NodeState:
         """The state document of this node, now."""
@@ -46,9 +48,18 @@ class Board:
             peers=tuple(_peer_view(member, presence.identity.peer_id, now) for member in _by_role(presence)),
             trainer=self.trainer() if self.trainer else None,
             inference=self.inference() if self.inference else None,
-            refused=dict(presence.border.refused) | dict(presence.gossip.dropped),
+            refused=self._refused(),
             events=self.journal.events,
         )
+
+    def _refused(self) -> dict[str, int]:
+        """By reason, from wherever something is refused; the same reason at two places is added up."""
+        role = self.refused() if self.refused else {}
+        total: Counter[str] = Counter()
+        presence = self.presence
+        for refused in (presence.border.refused, presence.gossip.dropped, presence.hive.refused, role):
+            total.update(refused)
+        return dict(sorted(total.items()))
 
 
 def join_line(presence: Presence) -> str:

@@ -166,6 +166,7 @@ def co_located(ctx: click.Context, config: Path | None, settings: tuple[str, ...
 @_option("--slow", type=float, default=0.0, help="Slow one peer down by so many seconds a decode step.")
 @_option("--json", "json_path", type=click.Path(path_type=Path), help="Write the summary there.")
 @_option("--keep", is_flag=True, help="Keep the folders of the nodes, and say where they are.")
+@_option("--home", type=click.Path(path_type=Path), envvar=None, help="Make and keep the nodes' folders here.")
 @_option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any key of the run's TOML, dotted.")
 def demo(json_path: Path | None, settings: tuple[str, ...], **options: Any) -> None:
     """Watch a whole swarm learn on this machine: five processes on loopback, over the real network stacks."""

@@ -104,7 +104,7 @@ async def _answer(manifest: RunManifest, learner: Learner, driver: ChainDriver, 
     place: Place = ("slot", slot.step, slot.slot)
     index = prompt_index(manifest.randomness(), place, manifest.prompts)
     prompt = learner.prompts.ids(index)
-    samples = await driver.generate(group_request(manifest, place, prompt, learner.prompts))
+    samples = await driver.generate(group_request(manifest, place, prompt))
     group = RolloutGroup(
         counter=(slot.step - 1) * manifest.groups_per_step + slot.slot,
         prompt_index=index,

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _SEALED_MAX_BYTES = RELEASE.max_bytes + 512
 _KNOWN_MAX = 512
+_OTHER_HOLDERS = 6
 _RETRY_S = 1.0
 
 
@@ -95,8 +96,9 @@ class Feed:
             for peer, member in swarm.members.items()
             if member.record.run_id == self._run.run_id and peer not in trainers and peer != swarm.peer
         ]
-        random.shuffle(others)
-        return (trainers or list(self._run.manifest.trainers)) + others
+        # few: anybody may say that it takes part, and each that never answers costs a deadline
+        chosen = random.sample(others, min(_OTHER_HOLDERS, len(others)))
+        return (trainers or list(self._run.manifest.trainers)) + chosen
 
     async def _hear(self) -> None:
         async with self._presence.gossip.subscribe(names.release_topic(self._presence.swarm.name)) as messages:

@@ -5,7 +5,8 @@ Both check everything that a peer sent at the one border and count what they ref
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -14,23 +15,32 @@ import trio
 from echo_node.learner import Learner
 from echo_node.learning import Graded, grade
 from echo_node.prompts import Prompts
-from echo_p2p.errors import CorruptChunk, NetError, RemoteError
+from echo_node.standing import Standing
+from echo_p2p.errors import CorruptChunk, NetError, RemoteError, TrainerError
 from echo_p2p.net.base import Message, Stream
 from echo_p2p.net.blobs import fetch_blob
 from echo_p2p.presence import Presence
-from echo_p2p.rl.buffer import ReplayBuffer, StoredRollout
+from echo_p2p.rl.buffer import ADDED, DUPLICATE, ReplayBuffer, StoredRollout
 from echo_p2p.swarm import Run
 from echo_protocols import names
 from echo_protocols.envelope import LARGE_ROLLOUT, PULL, ROLLOUT, Opened, Refusal, reopen
-from echo_protocols.rollout import RolloutGroup, Slot, group_fault
+from echo_protocols.rollout import LargeRollout, RolloutGroup, Slot, group_fault
+from echo_protocols.run import RunManifest
 from echo_protocols.sync import PullReply, PullRequest, SequentialStep, lag_fault
-from echo_protocols.values import PolicyVersion
+from echo_protocols.values import PolicyVersion, decode
 
 log = logging.getLogger(__name__)
 
 _SLOTS_A_PULL = 2
 _FETCH_TIMEOUT_S = 20.0
+_FETCH_ALL_S = 60.0
+_FETCHES = 8
+_FETCHES_WAITING = 64
+_FETCHES_A_WORKER = 4
 _RETRY_S = 1.0
+
+LOGPROB_MIN = -200.0
+"""No draw has a probability below e^-200: a smaller log-probability is made up, to spoil the figures of a step."""
 
 
 class Gather(Protocol):
@@ -53,7 +63,14 @@ def check_group(presence: Presence, run: Run, data: bytes, *, once: bool) -> Ope
         return border.refuse("not-admitted", opened.signer)
     if (fault := group_fault(opened.payload, opened.signer, run.manifest)) is not None:
         return border.refuse(fault, opened.signer)
+    if min(min(sample.logprobs) for sample in opened.payload.samples) < LOGPROB_MIN:
+        return border.refuse("logprob", opened.signer)
     return opened
+
+
+def largest_group_bytes(manifest: RunManifest) -> int:
+    """No sealed group of a run is larger: 14 bytes a token and log-probability, 1,024 segments a sample."""
+    return manifest.group_size * (manifest.sampling.max_new_tokens * 14 + 1024 * 16) + 8192
 
 
 class BufferGather:
@@ -65,14 +82,22 @@ class BufferGather:
         self._run = run
         self._learner = learner
         self._buffer = buffer
+        self.statistics = buffer.statistics()
         self._arrived = trio.Event()
+        self._fetching: Counter[str] = Counter()  # large groups by worker, waiting ones included
+        self._fetches = trio.CapacityLimiter(_FETCHES)
+        self._nursery: trio.Nursery | None = None
+
+    def refused(self) -> Mapping[str, int]:
+        """What was dropped after it had been admitted, by reason."""
+        return {reason: count for reason, count in self.statistics.counts.items() if reason not in (ADDED, DUPLICATE)}
 
     async def run(self) -> None:
         """Receive rollouts until cancelled."""
         swarm = self._presence.swarm.name
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._receive, names.rollout_topic(swarm), self._admit_message)
-            nursery.start_soon(self._receive, names.large_rollout_topic(swarm), self._fetch_large)
+        async with trio.open_nursery() as self._nursery:
+            self._nursery.start_soon(self._receive, names.rollout_topic(swarm), self._admit_message)
+            self._nursery.start_soon(self._receive, names.large_rollout_topic(swarm), self._consider_large)
 
     async def next_batch(self) -> Sequence[Graded]:
         """Wait until enough groups are fresh enough; take the freshest."""
@@ -87,6 +112,7 @@ class BufferGather:
         taken = self._buffer.take(
             manifest.groups_per_step, step=learner.version.step + 1, lag=self._lag, max_lag=self.lag_bound
         )
+        self.statistics = self._buffer.statistics()
         opened = [reopen(each.rollout.body, ROLLOUT) for each in taken]
         return [grade(learner.prompts, each.signer, each.payload) for each in opened]
 
@@ -94,46 +120,78 @@ class BufferGather:
         return self._learner.lineage.lag(version, self._learner.version)
 
     async def _receive(self, topic: str, handle: "_Handler") -> None:
+        """Task boundary of what one topic brings: no message may end the trainer."""
         async with self._presence.gossip.subscribe(topic) as messages:
             async for message in messages:
-                await handle(message)
+                try:
+                    await handle(message)
+                except Exception:
+                    self._presence.border.refuse("unreadable", message.sender)
+                    log.exception("a message of %s on %s was dropped", message.sender, topic)
 
     async def _admit_message(self, message: Message) -> None:
         await self._admit(message.data)
 
-    async def _fetch_large(self, message: Message) -> None:
-        presence = self._presence
-        opened = presence.border.open(message.data, LARGE_ROLLOUT, self._run.run_id, time.time(), once=True)
+    async def _consider_large(self, message: Message) -> None:
+        border, manifest = self._presence.border, self._run.manifest
+        opened = border.open(message.data, LARGE_ROLLOUT, self._run.run_id, time.time(), once=True)
         if isinstance(opened, Refusal):
             return
-        blob = opened.payload
+        if not manifest.admission.admits(opened.signer):
+            border.refuse("not-admitted", opened.signer)
+        elif opened.payload.size_bytes > largest_group_bytes(manifest):
+            border.refuse("oversized", opened.signer)
+        elif self._fetching[opened.signer] >= _FETCHES_A_WORKER or self._fetching.total() >= _FETCHES_WAITING:
+            border.refuse("too-many-large", opened.signer)
+        else:
+            assert self._nursery is not None
+            self._fetching[opened.signer] += 1
+            self._nursery.start_soon(self._fetch_large, opened.signer, opened.payload)
+
+    async def _fetch_large(self, worker: str, blob: LargeRollout) -> None:
+        """Task boundary of one fetch; a worker that sends nothing, or slowly, holds up nobody else's."""
+        presence = self._presence
         try:
-            data = await fetch_blob(
-                presence.hive, opened.signer, blob.blob, blob.size_bytes, timeout_s=_FETCH_TIMEOUT_S
-            )
-        except (NetError, CorruptChunk, RemoteError) as error:
+            async with self._fetches:
+                with trio.fail_after(_FETCH_ALL_S):
+                    data = await fetch_blob(
+                        presence.hive, worker, blob.blob, blob.size_bytes, timeout_s=_FETCH_TIMEOUT_S
+                    )
+            await self._admit(data)
+        except (NetError, CorruptChunk, RemoteError, trio.TooSlowError) as error:
             presence.border.refuse("unfetchable", str(error))
-            return
-        await self._admit(data)
+        except Exception:
+            presence.border.refuse("unreadable", worker)
+            log.exception("a large group of %s was dropped", worker)
+        finally:
+            self._fetching[worker] -= 1
+            if not self._fetching[worker]:
+                del self._fetching[worker]
 
     async def _admit(self, data: bytes) -> None:
         opened = check_group(self._presence, self._run, data, once=True)
         if isinstance(opened, Refusal):
             return
-        learner, group = self._learner, opened.payload
+        border, learner, group = self._presence.border, self._learner, opened.payload
         fault = lag_fault(group, learner.lineage, learner.version, self._run.manifest.max_lag)
         if fault is not None:
-            self._presence.border.refuse(fault, opened.signer)
+            border.refuse(fault, opened.signer)
             return
-        if not await trio.to_thread.run_sync(self._store, opened, data):
-            self._presence.border.refuse("duplicate", f"{opened.signer} {group.counter}")
+        try:
+            added = await trio.to_thread.run_sync(self._store, opened, data)
+        except TrainerError as error:
+            border.refuse("not-stored", opened.signer)
+            log.error("a group of %s is lost: %s", opened.signer, error)
+            return
+        if not added:
+            border.refuse("duplicate", f"{opened.signer} {group.counter}")
             return
         self._arrived.set()
         self._arrived = trio.Event()
 
     def _store(self, opened: Opened[RolloutGroup], data: bytes) -> bool:
         group = opened.payload
-        return self._buffer.add(
+        added = self._buffer.add(
             StoredRollout(
                 worker=opened.signer,
                 counter=group.counter,
@@ -144,6 +202,8 @@ class BufferGather:
                 accepted_at=time.time(),
             )
         )
+        self.statistics = self._buffer.statistics()
+        return added
 
 
 class _Handler(Protocol):
@@ -159,6 +219,7 @@ class PullGather:
         self._learner = learner
         self._deadline_s = deadline_s
         self._progress = trio.Event()
+        self._standing = Standing()
 
     async def run(self) -> None:
         """Nothing arrives unasked."""
@@ -182,7 +243,7 @@ class PullGather:
     async def _keep_pulling(self, step: SequentialStep, nursery: trio.Nursery) -> None:
         pulling: set[str] = set()
         while True:
-            for head in self._heads() - pulling:
+            for head in self._askable() - pulling:
                 pulling.add(head)
                 nursery.start_soon(self._pull_from, step, head, pulling)
             await self._presence.swarm.changed()
@@ -191,16 +252,24 @@ class PullGather:
         plan, members = self._presence.swarm.plan, self._presence.swarm.members
         return {chain[0].peer for chain in plan.chains if chain[0].peer in members} if plan else set()
 
+    def _askable(self) -> set[str]:
+        """The heads, without those that failed lately; all of them if there are no others."""
+        heads, now = self._heads(), trio.current_time()
+        return {head for head in heads if not self._standing.benched(head, now)} or heads
+
     async def _pull_from(self, step: SequentialStep, head: str, pulling: set[str]) -> None:
-        while head in self._heads():
+        while head in self._askable():
             slots = step.take(head, _SLOTS_A_PULL, trio.current_time())
             if not slots:
                 await self._until_late(step)
                 continue
+            asked_at = trio.current_time()
             try:
                 with trio.fail_after(self._deadline_s):
                     await self._pull(step, head, slots)
             except (NetError, RemoteError, trio.TooSlowError, msgspec.DecodeError) as error:
+                now = trio.current_time()
+                self._standing.fail(head, now, cost_s=now - asked_at)
                 lost = step.give_back(head)
                 log.info("chain of %s left %d slots of step %d unanswered: %s", head, lost, step.step, error)
                 await trio.sleep(_RETRY_S)
@@ -222,7 +291,7 @@ class PullGather:
                 self._accept(step, head, await self._reply(stream))
 
     async def _reply(self, stream: Stream) -> bytes:
-        reply = msgspec.msgpack.decode(await stream.receive(), type=PullReply)
+        reply = decode(await stream.receive(), PullReply)
         if reply.failure:
             raise RemoteError("pull", reply.failure)
         return reply.group
@@ -234,7 +303,9 @@ class PullGather:
             raise RemoteError(opened.reason, f"its answer was refused: {opened.reason} {opened.detail}")
         if opened.signer != head:
             raise RemoteError("wrong-signer", f"its answer was signed by {opened.signer}")
-        if (fault := step.accept(head, opened.payload)) is not None:
+        if (fault := step.accept(head, opened.payload)) is None:
+            self._standing.clear(head)
+        else:
             border.refuse(fault, head)
         self._progress.set()
 

@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Collection, Sequence
+from functools import partial
 
 import psutil
 import trio
@@ -10,41 +12,53 @@ from echo_node.board import Board
 from echo_node.feed import Feed
 from echo_node.places import Places
 from echo_node.produce import Counter
-from echo_node.prompts import load_prompts
+from echo_node.prompts import Prompts, load_prompts
 from echo_node.serve import Assignment, Service
 from echo_p2p.chain.shape import layers_that_fit, model_shape
-from echo_p2p.config import InferenceConfig
-from echo_p2p.errors import ModelError
+from echo_p2p.config import InferenceConfig, NodeConfig
+from echo_p2p.errors import ChainError, ConfigError, ModelError, NetError, WeightsError
 from echo_p2p.models import resolve_model
 from echo_p2p.net.blobs import serve_blobs
 from echo_p2p.presence import Presence
-from echo_p2p.swarm import Run
+from echo_p2p.swarm import Run, Swarm
 from echo_p2p.weights.store import Store
 from echo_protocols.peer import Capacity
 from echo_protocols.run import RunManifest
 
 log = logging.getLogger(__name__)
 
+_SERVE_AGAIN_S = 1.0
+
 
 async def run_inference(board: Board, places: Places) -> None:
-    """Serve until cancelled. Raises ModelError when this device can't hold a layer."""
-    presence, config = board.presence, board.config.inference
+    """Serve one run after the other until cancelled. Raises ModelError when this device can't hold a layer."""
     if hasattr(os, "nice"):
-        os.nice(config.nice)
-    run = await _find_run(presence)
+        os.nice(board.config.inference.nice)
+    run, prompts = await _find_run(board.presence, board.config)
+    while True:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_serve_run, board, places, run, prompts)
+            while (following := successor(run, board.presence.swarm.runs)) is None:
+                await board.presence.swarm.changed()
+            log.info("the trainer of run %s has begun another", run.run_id.hex()[:12])
+            nursery.cancel_scope.cancel()
+        run, prompts = following, await trio.to_thread.run_sync(load_prompts, following.manifest)
+
+
+async def _serve_run(board: Board, places: Places, run: Run, prompts: Prompts) -> None:
+    presence, config = board.presence, board.config.inference
     log.info("run %s: %s, task %s", run.run_id.hex()[:12], run.manifest.model, run.manifest.task.name)
     presence.swarm.join(run)
-    prompts = await trio.to_thread.run_sync(load_prompts, run.manifest)
     capacity = await trio.to_thread.run_sync(measure_capacity, config, run.manifest)
     folder = places.run(run.run_id)
     store = await trio.to_thread.run_sync(Store, folder / "blobs", config.store_bytes)
     feed = Feed(presence, run, store)
     service = Service(board, run, prompts, feed, store, Counter(folder / "counter"))
-    board.inference = service.view
-    presence.say(run_id=run.run_id, capacity=capacity)
+    board.inference, board.refused = service.view, service.refused
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run)
-        await nursery.start(serve_blobs, presence.hive, store.get)
+        await nursery.start(partial(serve_blobs, presence.hive, store.get, refused=presence.border.refused))
+        presence.say(run_id=run.run_id, capacity=capacity, span=None)
         await _follow_plan(presence, service)
 
 
@@ -59,11 +73,21 @@ async def _follow_plan(presence: Presence, service: Service) -> None:
                 await presence.swarm.changed()
             continue
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(service.serve, assignment)
+            nursery.start_soon(_keep_serving, service, assignment)
             while assignment_of(presence) == assignment:
                 await presence.swarm.changed()
             log.info("the plan has changed; leaving span %s", assignment.span)
             nursery.cancel_scope.cancel()
+
+
+async def _keep_serving(service: Service, assignment: Assignment) -> None:
+    """Serve one assignment until cancelled; what the network does to it is no reason to leave the swarm."""
+    while True:
+        try:
+            await service.serve(assignment)
+        except* (NetError, WeightsError, ChainError) as failures:
+            log.warning("span %s failed (%s); serving it again", assignment.span, failures.exceptions[0])
+        await trio.sleep(_SERVE_AGAIN_S)
 
 
 def assignment_of(presence: Presence) -> Assignment | None:
@@ -92,12 +116,41 @@ def measure_capacity(config: InferenceConfig, manifest: RunManifest) -> Capacity
     )
 
 
-async def _find_run(presence: Presence) -> Run:
-    """The oldest run of this swarm with a live trainer."""
+def successor(run: Run, runs: Sequence[Run]) -> Run | None:
+    """The run that the owner of `run` has begun in its place, if any. Nobody else can put an end to a run."""
+    if any(each.run_id == run.run_id for each in runs):
+        return None
+    return next((each for each in runs if each.owner == run.owner), None)
+
+
+def candidates(swarm: Swarm, owner: str, told: Collection[str]) -> list[Run]:
+    """The runs of live trainers: only `owner`'s if there is one; those of peers that we were told of, then the oldest.
+
+    Who publishes a run says when it began, so the order is worth little among strangers.
+    """
+    live = [
+        run
+        for run in swarm.runs
+        if run.owner in swarm.members and swarm.members[run.owner].record.role == "trainer" and owner in ("", run.owner)
+    ]
+    return sorted(live, key=lambda run: run.owner not in told)
+
+
+async def _find_run(presence: Presence, config: NodeConfig) -> tuple[Run, Prompts]:
+    """A run of this swarm with a live trainer, and its prompts. Raises ModelError, ConfigError if we can serve none."""
     swarm = presence.swarm
     log.info("looking for a run in swarm %s", swarm.name)
-    while True:
-        for run in swarm.runs:
-            if run.owner in swarm.members:
-                return run
+    told = {address.rpartition("/p2p/")[2] for address in config.network.peers}
+    while not (found := candidates(swarm, config.inference.owner, told)):
         await swarm.changed()
+    if len(found) > 1:
+        log.warning(
+            "swarm %s has %d runs; taking that of trainer %s: choose another with --set inference.owner=PEER",
+            swarm.name, len(found), found[0].owner,
+        )  # fmt: skip
+    for run in found[:-1]:
+        try:
+            return run, await trio.to_thread.run_sync(load_prompts, run.manifest)
+        except (ModelError, ConfigError) as error:
+            log.warning("run %s of %s can't be served: %s", run.run_id.hex()[:12], run.owner, error)
+    return found[-1], await trio.to_thread.run_sync(load_prompts, found[-1].manifest)

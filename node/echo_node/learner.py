@@ -26,7 +26,10 @@ _CHECKPOINTS_KEPT = 2
 
 
 class _Progress(Struct, frozen=True, kw_only=True):
-    """`progress.json`: which checkpoint is good, and the epochs that led there."""
+    """`progress.json`: the version that the checkpoint holds, in the newest epoch, and the epochs that led there.
+
+    `checkpoint` names a folder; empty: the model that the run began with.
+    """
 
     version: PolicyVersion
     checkpoint: str
@@ -34,7 +37,10 @@ class _Progress(Struct, frozen=True, kw_only=True):
 
 
 class Learner:
-    """One run's policy. A new process that finds a checkpoint opens a new epoch from it."""
+    """One run's policy. Every new process of a run opens a new epoch, even if the last one saved nothing.
+
+    So no version ever names two policies, and what peers have of a lost step is told from what will replace it.
+    """
 
     def __init__(
         self, folder: Path, *, engine: Trainer, publisher: Publisher, prompts: Prompts, config: TrainerConfig
@@ -53,6 +59,7 @@ class Learner:
         self._busy_s = self._waited_s = 0.0
         self._learned = 0
         self._saved = -1
+        self._sound = True
         self._resume()
 
     @property
@@ -76,7 +83,7 @@ class Learner:
 
     def learn(self, batch: Sequence[Graded], waited_s: float) -> tuple[StepRecord, Release]:
         """One step: update, release (still to be sealed), log. Raises TrainerError."""
-        before = self.version
+        before, self._sound = self.version, False  # whatever fails now may leave the engine ahead of the version
         groups = trained_groups(batch, self.lineage, before)
         report, step_s = update(self._engine, self.prompts, batch)
         after = PolicyVersion(epoch=before.epoch, step=before.step + 1)
@@ -97,6 +104,7 @@ class Learner:
             step_s=step_s,
             idle_share=self.idle_share,
         )
+        self._sound = True
         return record, release
 
     @property
@@ -105,38 +113,40 @@ class Learner:
         return self.version.step - max(self._saved, 0) >= self._config.checkpoint_every
 
     def save(self) -> int:
-        """Write a checkpoint, durable on return; the step that it holds."""
-        if self._saved == self.version.step:
+        """Write a checkpoint, durable on return; the step that the newest one holds.
+
+        After a step that failed, what was saved before stays the newest.
+        """
+        if self._saved == self.version.step or not self._sound:
             return self._saved
         name = str(self.version)
         self._engine.save(self._checkpoints / name)
-        progress = _Progress(version=self.version, checkpoint=name, epochs=dict(self.lineage.epochs))
-        write_whole(self._folder / "progress.json", msgspec.json.encode(progress))
+        self._note_progress(name)
         self._saved = self.version.step
-        older = sorted(self._checkpoints.iterdir(), key=lambda path: path.stat().st_mtime)
-        for path in older[:-_CHECKPOINTS_KEPT]:
+        others = [path for path in self._checkpoints.iterdir() if path.name != name]
+        others.sort(key=lambda path: path.stat().st_mtime)
+        for path in others[: 1 - _CHECKPOINTS_KEPT]:
             shutil.rmtree(path, ignore_errors=True)
         return self._saved
+
+    def _note_progress(self, checkpoint: str) -> None:
+        progress = _Progress(version=self.version, checkpoint=checkpoint, epochs=dict(self.lineage.epochs))
+        write_whole(self._folder / "progress.json", msgspec.json.encode(progress))
 
     def _resume(self) -> None:
         path = self._folder / "progress.json"
         if not path.exists():
+            self._note_progress("")
             return
         try:
             progress = msgspec.json.decode(path.read_bytes(), type=_Progress)
-        except msgspec.DecodeError as error:
+            self.lineage = Lineage(progress.epochs)
+        except (msgspec.DecodeError, ValueError) as error:
             raise TrainerError(f"{path} is damaged ({error}); move the run's folder away to start anew.") from error
-        self._engine.load(self._checkpoints / progress.checkpoint)
-        self.lineage = Lineage(progress.epochs)
+        if progress.checkpoint:
+            self._engine.load(self._checkpoints / progress.checkpoint)
         self.continues = progress.version
-        self.version = PolicyVersion(epoch=self._next_epoch(progress.version.epoch), step=progress.version.step)
+        self.version = PolicyVersion(epoch=progress.version.epoch + 1, step=progress.version.step)
         self.lineage.open_epoch(self.version.epoch, progress.version)
+        self._note_progress(progress.checkpoint)  # before anybody hears of the new epoch
         self._saved = progress.version.step
-
-    def _next_epoch(self, saved: int) -> int:
-        """A number that no process of this run has used, even one that died before its first checkpoint."""
-        path = self._folder / "epoch"
-        used = int(path.read_text()) if path.exists() else saved
-        epoch = max(used, saved) + 1
-        write_whole(path, str(epoch).encode())
-        return epoch

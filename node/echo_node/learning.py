@@ -4,6 +4,8 @@ The swarm's trainer and the co-located baseline both learn through here, so that
 their rollouts come from.
 """
 
+import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from echo_protocols.release import Release
 from echo_protocols.rollout import RolloutGroup
 from echo_protocols.sync import Lineage
 from echo_protocols.values import PolicyVersion
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,17 @@ class StepRecord(Struct, frozen=True, kw_only=True):
 def grade(prompts: Prompts, worker: str, group: RolloutGroup) -> Graded:
     """Score every sample of a group; seconds at worst, so call it in a worker thread."""
     texts = [prompts.text(sample.tokens) for sample in group.samples]
-    return Graded(worker, group, tuple(rewards(prompts.task, group.prompt_index, texts)))
+    return Graded(worker, group, tuple(_reward(prompts, group.prompt_index, text) for text in texts))
+
+
+def _reward(prompts: Prompts, index: int, text: str) -> float:
+    """A task's own code reads what a peer wrote: whatever that does to it, the answer is worth nothing, no more."""
+    try:
+        (reward,) = rewards(prompts.task, index, [text])
+    except Exception:
+        log.exception("task %s can't score an answer of %d characters; it gets 0", prompts.task.name, len(text))
+        return 0.0
+    return reward if math.isfinite(reward) else 0.0
 
 
 def training_rows(prompts: Prompts, batch: Sequence[Graded]) -> tuple[TrainingRow, ...]:
@@ -94,6 +108,7 @@ class RunLog:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "steps.jsonl"
         self._started = time.monotonic()
+        self._cut_short = self._path.exists() and self._path.read_bytes()[-1:] not in (b"", b"\n")
 
     @property
     def wall_s(self) -> float:
@@ -102,8 +117,10 @@ class RunLog:
 
     def append(self, record: StepRecord) -> None:
         """Write one step."""
+        ended = b"\n" if self._cut_short else b""  # else the new line would be lost with the one cut short
         with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(record) + b"\n")
+            file.write(ended + msgspec.json.encode(record) + b"\n")
+        self._cut_short = False
 
     def read(self) -> list[StepRecord]:
         """All whole lines, oldest first."""
@@ -168,7 +185,7 @@ def record_step(
         waited_s=waited_s,
         step_s=step_s,
         idle_share=idle_share,
-        figures=dict(report.figures),
+        figures={name: float(value) for name, value in report.figures.items() if math.isfinite(value)},
         wall_s=log.wall_s,
         at=time.time(),
     )

@@ -43,7 +43,7 @@ def find_places(home: str | None) -> Places:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file so that a reader sees all of it or none."""
+    """Write a small file so that a reader sees all of it or none; durable on return."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with draft.open("wb") as file:
@@ -51,6 +51,11 @@ def write_whole(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the rename too
+    finally:
+        os.close(folder)
 
 
 @contextmanager

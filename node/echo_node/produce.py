@@ -17,7 +17,7 @@ from echo_node.places import write_whole
 from echo_node.prompts import Prompts
 from echo_p2p.chain.driver import ChainDriver
 from echo_p2p.chain.group import GroupRequest
-from echo_p2p.errors import ChainError, NetError, WeightsError
+from echo_p2p.errors import ChainError, EchoError, FrameTooLarge, NetError, StreamClosed, WeightsError
 from echo_p2p.net.base import GOSSIP_MAX_BYTES, Stream
 from echo_p2p.presence import Presence
 from echo_p2p.swarm import Run
@@ -34,7 +34,8 @@ from echo_protocols.values import PolicyVersion
 log = logging.getLogger(__name__)
 
 SWITCH_TIMEOUT_S = 60.0
-_PULL_IDLE_S = 60.0
+_PULL_IDLE_S = 20.0
+_SEND_DEADLINE_S = 30.0
 _RETRY_S = 1.0
 
 
@@ -44,13 +45,22 @@ class Counter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._next = int(path.read_text()) if path.exists() else 0
+        try:
+            self._next = int(path.read_text()) if path.exists() else 0
+        except (OSError, ValueError) as error:
+            raise EchoError(
+                f"the counter {path} can't be read ({error}); restore it, or move identity.key away to get a new one"
+            ) from error
 
     def take(self) -> int:
-        """The next number."""
+        """The next number. Raises EchoError if it can't be noted."""
         with self._lock:
-            number, self._next = self._next, self._next + 1
-            write_whole(self._path, str(self._next).encode())
+            number = self._next
+            try:
+                write_whole(self._path, str(number + 1).encode())
+            except OSError as error:
+                raise EchoError(f"the counter {self._path} can't be written ({error}); free some disk space") from error
+            self._next = number + 1
         return number
 
 
@@ -83,7 +93,7 @@ class Head:
         place: Place = ("slot", slot.step, slot.slot) if slot else (self._presence.identity.peer_id, counter)
         index = prompt_index(manifest.randomness(), place, manifest.prompts)
         prompt = await trio.to_thread.run_sync(self._prompts.ids, index)
-        samples = await self._driver.generate(group_request(manifest, place, prompt, self._prompts))
+        samples = await self._driver.generate(group_request(manifest, place, prompt))
         self.made += 1
         return RolloutGroup(
             counter=counter,
@@ -141,7 +151,10 @@ class Head:
                 group = await self.make(None)
             except ChainError:
                 return
-            await self._publish(self.seal(group))
+            try:
+                await self._publish(self.seal(group))
+            except (NetError, WeightsError) as error:
+                log.warning("a group of %d tokens could not be published: %s", group.token_count, error)
 
     async def _publish(self, sealed: bytes) -> None:
         presence, swarm = self._presence, self._presence.swarm.name
@@ -160,9 +173,14 @@ class Head:
         await self._presence.hive.serve(names.PULL, self._on_pull, max_frame_bytes=PULL.max_bytes + 512, max_streams=8)
 
     async def _on_pull(self, stream: Stream) -> None:
-        with trio.fail_after(_PULL_IDLE_S):
-            data = await stream.receive()
         border = self._presence.border
+        try:
+            with trio.fail_after(_PULL_IDLE_S):
+                data = await stream.receive()
+        except (NetError, trio.TooSlowError) as error:
+            border.refuse("oversized" if isinstance(error, FrameTooLarge) else "no-request", stream.peer)
+            log.debug("%s asked for nothing: %s", stream.peer, error)
+            return
         opened = border.open(data, PULL, self._run.run_id, time.time(), once=True)
         if isinstance(opened, Refusal):
             return await self._fail(stream, opened.reason)
@@ -173,21 +191,22 @@ class Head:
             await self._answer(stream, opened.payload)
         except (ChainError, WeightsError) as error:
             await self._fail(stream, str(error))
+        except NetError as error:
+            log.info("the trainer left before all its slots were answered: %s", error)
 
     async def _answer(self, stream: Stream, request: PullRequest) -> None:
         await self.switch(request.version)
-        failures: list[ChainError] = []
+        failures: list[EchoError] = []
         sending = trio.Lock()
 
         async def answer(slot: Slot) -> None:
             try:
                 reply = PullReply(group=self.seal(await self.make(slot)))
-            except ChainError as error:
+                async with sending:
+                    await _send(stream, reply)
+            except (ChainError, NetError) as error:
                 failures.append(error)
                 nursery.cancel_scope.cancel()
-                return
-            async with sending:
-                await stream.send(msgspec.msgpack.encode(reply))
 
         async with trio.open_nursery() as nursery:
             for slot in request.slots:
@@ -197,12 +216,20 @@ class Head:
 
     async def _fail(self, stream: Stream, reason: str) -> None:
         try:
-            await stream.send(msgspec.msgpack.encode(PullReply(failure=reason[:1024])))
+            await _send(stream, PullReply(failure=reason[:1024]))
         except NetError as error:
             log.debug("a caller left before it heard of the failure: %s", error)
 
 
-def group_request(manifest: RunManifest, place: Place, prompt: tuple[int, ...], prompts: Prompts) -> GroupRequest:
+async def _send(stream: Stream, reply: PullReply) -> None:
+    """Raises StreamClosed, also for a caller that takes nothing."""
+    with trio.move_on_after(_SEND_DEADLINE_S):
+        await stream.send(msgspec.msgpack.encode(reply))
+        return
+    raise StreamClosed(f"{stream.peer} took no answer for {_SEND_DEADLINE_S:g} s")
+
+
+def group_request(manifest: RunManifest, place: Place, prompt: tuple[int, ...]) -> GroupRequest:
     """What a chain is asked for the group at `place`; the co-located baseline asks its own for the same."""
     return GroupRequest(
         group_id=group_id(manifest.randomness(), place),
@@ -210,5 +237,5 @@ def group_request(manifest: RunManifest, place: Place, prompt: tuple[int, ...], 
         prompt=prompt,
         samples=manifest.group_size,
         sampling=manifest.sampling,
-        stop_tokens=prompts.stop_tokens,
+        stop_tokens=frozenset(manifest.stop_tokens),
     )

@@ -25,12 +25,6 @@ class Prompts:
         """What an answer says."""
         return decode(self._tokenizer, list(tokens))
 
-    @property
-    def stop_tokens(self) -> frozenset[int]:
-        """The tokens that end an answer."""
-        stop = self._tokenizer.eos_token_id
-        return frozenset() if stop is None else frozenset({int(stop)})
-
 
 def load_prompts(manifest: RunManifest) -> Prompts:
     """Load what a manifest names. Raises ConfigError for an unknown task, ModelError for another tokenizer."""

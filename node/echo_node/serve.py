@@ -5,6 +5,7 @@ Composes a chain's parts with the feed of releases. A ring that fails is opened 
 
 import logging
 import time
+from collections import Counter as Tally
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -95,7 +96,8 @@ class Service:
         self._counter = counter
         self._view = InferenceView(activity="waiting")
         self._host: StageHost | None = None
-        self._groups = self._switches = 0
+        self._refused_before: Tally[str] = Tally()
+        self._groups = 0
         self._rate = _Rate()
 
     def view(self) -> InferenceView:
@@ -114,10 +116,15 @@ class Service:
             switches=statistics.switches,
         )
 
+    def refused(self) -> Mapping[str, int]:
+        """What streams of chains were refused for, since this node began to serve."""
+        return self._refused_before + (self._host.refused if self._host else Tally())
+
     async def serve(self, assignment: Assignment) -> None:
         """Serve one assignment until cancelled. Raises ModelError."""
         head = assignment.chain[0].span == assignment.span
         peers = tuple(stop.peer for stop in assignment.chain)
+        self._refused_before = Tally(self.refused())
         self._host, self._rate = None, _Rate()
         self._view = InferenceView(span=str(assignment.span), chain=peers, head=head, activity="fetching")
         stage = await self._load(assignment.span)

@@ -2,7 +2,9 @@
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,10 +18,11 @@ from echo_node.learning import StepRecord
 from echo_node.places import Places, write_whole
 from echo_node.plans import lead
 from echo_node.prompts import load_prompts
+from echo_node.standing import Standing
 from echo_node.state import TrainerView
 from echo_p2p.chain.shape import model_shape
 from echo_p2p.config import NodeConfig, dump_config
-from echo_p2p.models import resolve_model, tokenizer_hash
+from echo_p2p.models import resolve_model, stop_tokens, tokenizer_hash
 from echo_p2p.net.blobs import serve_blobs
 from echo_p2p.rl.buffer import ReplayBuffer
 from echo_p2p.rl.drift import DriftReport, advice, effective_lag
@@ -32,6 +35,7 @@ from echo_protocols.run import RunManifest
 log = logging.getLogger(__name__)
 
 _HISTORY = 1000
+_DRIFT_FIGURES = ("k3_kl", "ess", "clip_fraction", "logprob_gap", "logprob_gap_max")
 
 
 def make_manifest(config: NodeConfig, trainer: str) -> RunManifest:
@@ -44,6 +48,7 @@ def make_manifest(config: NodeConfig, trainer: str) -> RunManifest:
         tokenizer_hash=bytes.fromhex(tokenizer_hash(run.model)),
         layers=shape.layers,
         vocabulary=shape.vocabulary,
+        stop_tokens=stop_tokens(run.model),
         task=run.task,
         algorithm=run.algorithm,
         sampling=run.sampling,
@@ -113,12 +118,12 @@ async def run_trainer(board: Board, places: Places) -> None:
             course.use_buffer(stack.enter_context(buffer))
         else:
             course.gather = PullGather(presence, run, learner, deadline_s=config.trainer.pull_deadline_s)
-        board.trainer = course.view
+        board.trainer, board.refused = course.view, course.refused
         async with trio.open_nursery() as nursery:
-            await nursery.start(serve_blobs, presence.hive, store.get)
+            await nursery.start(partial(serve_blobs, presence.hive, store.get, refused=presence.border.refused))
             nursery.start_soon(course.herald.run)
             await presence.swarm.publish_run(manifest)
-            nursery.start_soon(lead, presence, run)
+            nursery.start_soon(lead, presence, run, course.standing)
             try:
                 await course.run(nursery)
             finally:
@@ -134,6 +139,7 @@ class Course:
 
     def __init__(self, board: Board, run: Run, learner: Learner, herald: Herald) -> None:
         self.herald = herald
+        self.standing = Standing()
         self._board = board
         self._run = run
         self._learner = learner
@@ -198,23 +204,24 @@ class Course:
 
     def _coordinate(self, record: StepRecord) -> None:
         """Tighten or loosen the effective lag bound by the step's drift; never below one step, never over the run's."""
-        figures = record.figures
-        if isinstance(self.gather, BufferGather) and record.updated:
-            report = DriftReport(
-                k3_kl=figures["k3_kl"],
-                ess=figures["ess"],
-                clip_fraction=figures["clip_fraction"],
-                logprob_gap=figures["logprob_gap"],
-                logprob_gap_max=figures["logprob_gap_max"],
-            )
-            bound = effective_lag(report, self._lag_bound, self._run.manifest.max_lag)
-            self._lag_bound = max(min(1, self._run.manifest.max_lag), bound)
-            self.gather.lag_bound = self._lag_bound
+        if not isinstance(self.gather, BufferGather) or not record.updated:
+            return
+        max_lag = self._run.manifest.max_lag
+        drift = {name: record.figures.get(name) for name in _DRIFT_FIGURES}
+        if any(figure is None for figure in drift.values()):  # it was not finite: no drift is higher
+            bound = self._lag_bound - 1
+        else:
+            bound = effective_lag(msgspec.convert(drift, DriftReport), self._lag_bound, max_lag)
+        self._lag_bound = self.gather.lag_bound = max(min(1, max_lag), bound)
 
     def _count(self, record: StepRecord) -> None:
         self._lags.update(group.lag for group in record.groups)
         for group in record.groups:
             self._rollouts[group.worker] += self._run.manifest.group_size
+
+    def refused(self) -> Mapping[str, int]:
+        """What was admitted but never trained on, by reason."""
+        return self.gather.refused() if isinstance(self.gather, BufferGather) else {}
 
     def view(self) -> TrainerView:
         """What the state document says of the training."""
@@ -232,7 +239,7 @@ class Course:
             step_seconds=sum(record.step_s for record in past[-20:]) / max(1, len(past[-20:])),
             idle_share=learner.idle_share,
             rollouts_by_peer=dict(self._rollouts),
-            buffer_groups=self._buffer.statistics().waiting_groups if self._buffer else 0,
+            buffer_groups=self.gather.statistics.waiting_groups if isinstance(self.gather, BufferGather) else 0,
             effective_lag=self._lag_bound,
             policy_hash=self._policy_hash,
             figures=dict(past[-1].figures) if past else {},

@@ -101,10 +101,18 @@ def sample_fault(sample: Sample, manifest: RunManifest) -> str | None:
         return "token-range"
     if not all(math.isfinite(value) and value <= 0.0 for value in sample.logprobs):
         return "logprob"
-    if sample.finish == "length" and length != manifest.sampling.max_new_tokens:
+    if not _ends_well(sample, manifest):
         return "finish"
     starts = [segment.start for segment in sample.segments]
     versions = [segment.version for segment in sample.segments]
     if starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= length or versions != sorted(set(versions)):
         return "segments"
     return None
+
+
+def _ends_well(sample: Sample, manifest: RunManifest) -> bool:
+    """Whether the answer ends where it must: at the first stop token, or at the longest length without one."""
+    stop = frozenset(manifest.stop_tokens)
+    if sample.finish == "stop":
+        return sample.tokens[-1] in stop and stop.isdisjoint(sample.tokens[:-1])
+    return len(sample.tokens) == manifest.sampling.max_new_tokens and stop.isdisjoint(sample.tokens)

@@ -79,6 +79,7 @@ class RunManifest(Struct, frozen=True, kw_only=True):
     tokenizer_hash: Hash
     layers: Annotated[int, Meta(ge=1, le=65536)]
     vocabulary: Annotated[int, Meta(ge=2, le=10_000_000)]
+    stop_tokens: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31)], ...], Meta(max_length=16)] = ()
     task: TaskSpec = TaskSpec()
     algorithm: Algorithm = Algorithm()
     sampling: Sampling = Sampling()

@@ -38,6 +38,7 @@ _MANIFEST = RunManifest(
     tokenizer_hash=b"t" * 32,
     layers=6,
     vocabulary=64,
+    stop_tokens=(2,),
     task=TaskSpec(
         name="sokoban", seed=3, settings={"size": 6, "boxes": 1, "share": 0.5, "hard": False, "look": "plain"}
     ),
