@@ -4,9 +4,10 @@ import ipaddress
 import logging
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import trio
@@ -28,7 +29,10 @@ _RECORD_ADDRESSES_MAX = 16
 
 @dataclass(slots=True)
 class Presence:
-    """Everything that a role needs of the network. `record` is what we say of ourselves, but for the addresses."""
+    """Everything that a role needs of the network.
+
+    `record` is what we say of ourselves, but for the addresses and for `figures`: fields that are read at each renewal.
+    """
 
     identity: Identity
     network: NetworkConfig
@@ -38,6 +42,7 @@ class Presence:
     sealer: Sealer
     swarm: Swarm
     record: RoleRecord
+    figures: Callable[[], dict[str, Any]] = dict
     stream_addresses: tuple[str, ...] = ()
     gossip_addresses: tuple[str, ...] = ()
     started_at: float = field(default_factory=time.time)
@@ -97,6 +102,7 @@ def _describe(presence: Presence) -> RoleRecord:
         streams=presence.stream_addresses[:_RECORD_ADDRESSES_MAX],
         gossip=presence.gossip_addresses[:_RECORD_ADDRESSES_MAX],
         started_at=presence.started_at,
+        **presence.figures(),
     )
 
 

@@ -3,6 +3,7 @@
 import http.client
 import os
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -189,6 +190,32 @@ def test_an_error_behind_one_request_leaves_the_port_serving() -> None:
             nursery.cancel_scope.cancel()
 
     trio.run(main)
+
+
+def test_clients_that_leave_in_mid_request_do_not_end_the_node() -> None:
+    requests = (
+        b"POST /state HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n",
+        b"GET /state HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"\x16\x03\x01" + bytes(500),
+        b"GET / HTTP/1.1\r\n",
+    )
+
+    async def leave(port: int, request: bytes, wait_s: float) -> None:
+        stream = await trio.open_tcp_stream("127.0.0.1", port)
+        with suppress(trio.BrokenResourceError):
+            await stream.send_all(request)
+            await trio.sleep(wait_s)
+        await trio.aclose_forcefully(stream)
+
+    async def check(port: int) -> None:
+        async with trio.open_nursery() as nursery:
+            for round_number in range(10):
+                for request in requests:
+                    nursery.start_soon(leave, port, request, 0.002 * round_number)
+        with trio.fail_after(10):
+            assert (await _get(port, "/state"))[0] == 200
+
+    _serving(check)
 
 
 def test_status_and_peers_print_the_state_of_the_running_node(

@@ -38,7 +38,8 @@ from echo_protocols.values import PolicyVersion, Span
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 90.0
-GROWTH_MAX_BYTES = 300 << 20
+GROWTH_MAX_BYTES = {"bootstrap": 200 << 20, "trainer": 600 << 20, "honest": 200 << 20}
+"""Of resident memory. A trainer that nobody attacks goes up and down by 450 MiB as torch frees what it used."""
 LORIS = 40
 OPENS = 200
 
@@ -68,7 +69,7 @@ def test_a_hostile_member_neither_stops_nor_steers_the_run(tmp_path: Path) -> No
             check_run(trainer, peer_of(honest))
             for node in nodes:
                 assert node.ended is None, node.output()
-                assert resident_bytes(node) - resident[node.name] < GROWTH_MAX_BYTES
+                assert resident_bytes(node) - resident[node.name] < GROWTH_MAX_BYTES[node.name]
                 assert len(node.output()) < 100_000
                 assert "\x1b" not in node.output()
                 assert "Traceback" not in node.output()

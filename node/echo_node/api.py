@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from functools import partial
 from importlib import resources
 
 import hypercorn
@@ -34,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 ReadState = Callable[[], NodeState]
 
+_SERVE_AGAIN_S = 0.1
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _WILDCARDS = frozenset({"0.0.0.0", "::"})
 _NO_STORE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
@@ -112,20 +112,48 @@ async def serve_http(
     app: ASGIApp, host: str, port: int, *, task_status: trio.TaskStatus[int] = trio.TASK_STATUS_IGNORED
 ) -> None:
     """Serve until cancelled; reports the port once it listens (port 0: the system's choice). Raises ConfigError."""
-    listener = bind(host, port)
-    actual_port: int = listener.getsockname()[1]
+    with bind(host, port) as listener:
+        actual_port: int = listener.getsockname()[1]
+        async with trio.open_nursery() as nursery:
+            await nursery.start(_keep_serving, guard_host(app, host), listener)
+            task_status.started(actual_port)
+
+
+async def _keep_serving(
+    app: ASGIApp, listener: socket.socket, *, task_status: trio.TaskStatus[object] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Task boundary of the server: a client that leaves at the wrong moment makes hypercorn raise, and is no reason
+    to end the node. Whoever knocks meanwhile waits at the listening socket, which stays open."""
+    while True:
+        try:
+            await serve(app, _settings(listener), mode="asgi", task_status=task_status)
+        except Exception as error:
+            task_status = trio.TASK_STATUS_IGNORED
+            logger.warning("the HTTP server failed on a request and starts again")
+            logger.debug("what it raised:", exc_info=error)
+        else:
+            return
+        await trio.sleep(_SERVE_AGAIN_S)
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """Whether a record is of more than a client that left while it was answered, which hypercorn logs at length."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, trio.BusyResourceError | trio.BrokenResourceError | trio.ClosedResourceError)
+
+
+def _settings(listener: socket.socket) -> hypercorn.Config:
     server_log = logging.getLogger(f"{__name__}.server")
     server_log.setLevel(logging.WARNING)  # hypercorn announces each start by itself
+    server_log.filters[:] = [_is_our_fault]
     settings = hypercorn.Config()
-    settings.bind = [f"fd://{listener.detach()}"]
+    settings.bind = [f"fd://{os.dup(listener.fileno())}"]
     settings.accesslog = None
     settings.errorlog = server_log
     settings.include_server_header = False
     settings.graceful_timeout = 0.5
     settings.read_timeout = 30
-    async with trio.open_nursery() as nursery:
-        await nursery.start(partial(serve, guard_host(app, host), settings, mode="asgi"))
-        task_status.started(actual_port)
+    return settings
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -6,6 +6,7 @@ Composes a chain's parts with the feed of releases. A ring that fails is opened 
 import logging
 import time
 from collections import Counter as Tally
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -116,6 +117,11 @@ class Service:
             switches=statistics.switches,
         )
 
+    def figures(self) -> dict[str, object]:
+        """What the role record says of the serving."""
+        view = self.view()
+        return {"version": self._host.version if self._host else None, "tokens_per_s": view.tokens_per_s}
+
     def refused(self) -> Mapping[str, int]:
         """What streams of chains were refused for, since this node began to serve."""
         return self._refused_before + (self._host.refused if self._host else Tally())
@@ -195,14 +201,16 @@ class Service:
 
 
 class _Rate:
-    """Tokens a second over the last ten seconds, from totals noted now and then."""
+    """Tokens a second over ten seconds or more, from totals noted now and then."""
 
     def __init__(self) -> None:
-        self._notes: list[tuple[float, int]] = []
+        self._notes: deque[tuple[float, int]] = deque(maxlen=100)
 
     def note(self, total: int) -> None:
         now = time.monotonic()
-        self._notes = [note for note in self._notes if now - note[0] <= _RATE_WINDOW_S] + [(now, total)]
+        while len(self._notes) > 1 and now - self._notes[1][0] > _RATE_WINDOW_S:
+            self._notes.popleft()
+        self._notes.append((now, total))
 
     @property
     def per_s(self) -> float:

@@ -23,6 +23,8 @@ from echo_p2p.errors import ConfigError, Unreachable
 WHEREABOUTS_FILE = "node.json"
 STATE_MAX_BYTES = 16 * 1024 * 1024
 
+_PLAIN_WIDTH = 160
+
 
 def read_whereabouts(home: Path) -> Whereabouts:
     """Where the node of this home listens. Raises ConfigError if none is running."""
@@ -82,7 +84,10 @@ def _print(places: Places, render: Callable[[NodeState], RenderableType], *, as_
         click.echo(content)
         return
     # a line to copy must stay one line
-    Console(highlight=False).print(render(decode_state(content)), soft_wrap=True)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _PLAIN_WIDTH)  # into a file or a pipe, nothing is cut off
+    console.print(render(decode_state(content)), soft_wrap=True)
 
 
 def render_status(state: NodeState) -> RenderableType:

@@ -169,7 +169,7 @@ class Course:
         release = await trio.to_thread.run_sync(learner.first_release)
         self._policy_hash, self._model_bytes = release.policy_hash.hex(), release.model_bytes
         await self.herald.announce(release)
-        self._board.presence.say(version=learner.version)
+        self._board.presence.figures = lambda: {"version": learner.version}
         log.info("policy version %s is out; waiting for rollouts", learner.version)
         nursery.start_soon(self.gather.run)
         while steps is None or learner.version.step < steps:
@@ -184,7 +184,6 @@ class Course:
         waited_s = trio.current_time() - started
         record, release = await trio.to_thread.run_sync(learner.learn, batch, waited_s)
         await self.herald.announce(release)
-        self._board.presence.record = msgspec.structs.replace(self._board.presence.record, version=learner.version)
         self._past = [*self._past[1 - _HISTORY :], record]
         self._policy_hash = record.policy_hash
         self._count(record)
