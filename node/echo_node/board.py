@@ -68,7 +68,11 @@ def join_line(presence: Presence) -> str:
     if not addresses:
         return ""
     swarm = "" if presence.swarm.name == "echo" else f" --swarm {presence.swarm.name}"
-    return f"echo-node join --role inference{swarm} --peer {addresses[0]}"
+    owner = presence.swarm.joined.owner if presence.swarm.joined else ""
+    if presence.record.role == "trainer":
+        owner = presence.identity.peer_id
+    of_owner = f" --owner {owner}" if owner else ""
+    return f"echo-node join --role inference{swarm}{of_owner} --peer {addresses[0]}"
 
 
 def _outside_first(address: str) -> tuple[bool, bool]:

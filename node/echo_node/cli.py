@@ -89,6 +89,7 @@ def node_config(role: str, flags: dict[str, Any]) -> NodeConfig:
         "trainer.steps": flags.get("steps"),
         "inference.max_layers": flags.get("max_layers"),
         "inference.slowdown_s": flags.get("slowdown"),
+        "inference.owner": flags.get("owner"),
     }
     overrides: dict[str, object] = dict(_setting(text) for text in flags["settings"])
     overrides |= {key: value for key, value in given.items() if value is not None}
@@ -122,6 +123,7 @@ def bootstrap(ctx: click.Context, /, **flags: Any) -> None:
 @_option("--protocol", type=click.Choice(["sequential", "async"]), help="Trainer: how rollouts are synchronised.")
 @_option("--steps", type=int, help="Trainer: stop after so many steps.")
 @_option("--max-layers", type=int, help="Inference: serve at most so many layers.  [default: what fits]")
+@_option("--owner", help="Inference: only serve runs of this PeerID.  [default: the oldest run that is found]")
 @_option("--slowdown", type=float, help="Inference: seconds to wait after each decode step, for experiments.")
 @click.pass_context
 def join(ctx: click.Context, /, role: str, **flags: Any) -> None:
