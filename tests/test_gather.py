@@ -11,7 +11,9 @@ import pytest
 import trio
 import trio.testing
 
-from echo_node.gather import BufferGather, PullGather, largest_group_bytes
+from echo_node.buffer_gather import BufferGather
+from echo_node.gather import largest_group_bytes
+from echo_node.pull_gather import PullGather
 from echo_p2p.config import NetworkConfig
 from echo_p2p.identity import Identity, from_seed
 from echo_p2p.net.base import Stream

@@ -1,4 +1,4 @@
-"""Who failed lately, and for how long he is left alone. Pure: `now` is passed in. Knows no reason and no protocol."""
+"""Who failed lately, and for how long it is left alone. Pure: `now` is passed in. Knows no reason and no protocol."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
