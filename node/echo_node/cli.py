@@ -4,11 +4,13 @@ Heavy packages are imported by the command that needs them, so that `--help` ans
 """
 
 import functools
+import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -131,13 +133,21 @@ def join(ctx: click.Context, /, role: str, **flags: Any) -> None:
     _run_node(ctx, node_config(role, flags))
 
 
+def _leave(status: int) -> NoReturn:
+    """End at once: everything is closed, and to take torch and verl down module by module would need seconds more."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def _run_node(ctx: click.Context, config: NodeConfig) -> None:
     from echo_node.logs import set_up_logging
 
     journal = set_up_logging(verbosity=ctx.meta["verbosity"], as_json=ctx.meta["log_json"])
     from echo_node.node import run_node
 
-    sys.exit(run_node(config, ctx.obj, journal, announce=click.echo))
+    _leave(run_node(config, ctx.obj, journal, announce=click.echo))
 
 
 @main.command("co-located", hidden=True)
@@ -155,7 +165,7 @@ def co_located(ctx: click.Context, config: Path | None, settings: tuple[str, ...
         overrides["trainer.steps"] = steps
     from echo_node.co_located import run_co_located
 
-    sys.exit(run_co_located(load_config(config, overrides), ctx.obj))
+    _leave(run_co_located(load_config(config, overrides), ctx.obj))
 
 
 @main.command()
