@@ -1,41 +1,47 @@
-"""Lossless patches and snapshots of bf16 tensors. Knows no part, no version, no file and no peer.
+"""Lossless patches and snapshots of tensors of 16 or 32 bits. Knows no part, no version, no file and no peer.
 
-A patch holds, for each changed tensor, the gaps between changed positions and the changes as steps of the ordered
-bit pattern (one ULP is one step, zeros and infinities included), split into byte planes and compressed with zstd.
-A tensor of which much changed carries a step or a value for every position, whichever is expected to be smaller.
-A snapshot is a blob of values only.
+A patch lists nothing that its base tells: tensors stand in order of their names, positions and steps are coded by the
+base's magnitudes (`changes`). A tensor of which much changed carries a step or a value for every position as byte
+planes, whichever is expected to be smaller. A snapshot is a blob of names, shapes and values.
 
 Blobs come from the network. Every size is checked against what the receiver already knows (the base, or a bound)
 before anything of that size is allocated; whatever is wrong with a blob, the error is CorruptChunk.
 """
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from echo_p2p.errors import BaseMismatch, CorruptChunk
-from echo_p2p.tensors import Bits, TensorUpdate, layout
-from echo_p2p.weights.container import (
-    SPARSE,
-    STEPS,
-    VALUES,
-    Coded,
-    Entry,
-    Gaps,
-    Plane,
-    gap_width,
-    open_blob,
-    pack,
-    read_streams,
-    split_planes,
-)
+from echo_p2p.tensors import Bits, TensorUpdate, changed_values
+from echo_p2p.weights.changes import Change, read_changes, write_changes
+from echo_p2p.weights.container import PATCH, SNAPSHOT, BlobReader, BlobWriter
+from echo_p2p.weights.dense import expected_bits, little_endian, read_words, stepped, steps_between, write_words
+from echo_p2p.weights.entropy import compress, decompress
 
 SNAPSHOT_MAX_BYTES = 2**34
 """Default bound on the tensors of one decoded snapshot."""
 
+_SAME, _SPARSE, _STEPS, _VALUES = range(4)  # forms of a tensor in a patch
+_WIDTHS = (2, 4)
 _TRY_DENSE_SHARE = 0.1  # below it positions always pay
+_NAMES_MAX_BYTES = 16 * 2**20
+
+
+class _Entry(Struct, frozen=True, array_like=True):
+    """One tensor of a snapshot."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**40)], ...], Meta(max_length=8)]
+    width: Literal[2, 4]
+
+
+_Entries = Annotated[tuple[_Entry, ...], Meta(max_length=65536)]
 
 
 def content_hash(tensors: Mapping[str, Bits]) -> bytes:
@@ -43,18 +49,45 @@ def content_hash(tensors: Mapping[str, Bits]) -> bytes:
     root = hashlib.blake2b(b"echo/content/1", digest_size=32)
     for name in sorted(tensors):
         tensor = tensors[name]
-        leaf = hashlib.blake2b(msgspec.msgpack.encode((name, tensor.shape)), digest_size=32)
-        leaf.update(_flat(tensor).astype("<u2", copy=False).view(np.uint8).data)
+        said = (name, tensor.shape) if tensor.itemsize == 2 else (name, tensor.shape, tensor.itemsize)
+        leaf = hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=32)
+        leaf.update(little_endian(_flat(tensor)).view(np.uint8).data)
         root.update(leaf.digest())
     return root.digest()
 
 
 def encode_patch(base: Mapping[str, Bits], new: Mapping[str, Bits]) -> bytes:
     """A blob from which `decode_patch` with `base` gives what changed. Raises BaseMismatch if the layouts differ."""
-    if layout(base) != layout(new):
-        raise BaseMismatch("base and new tensors differ in names or shapes; publish a snapshot instead")
-    changed = (_code_change(name, base[name], new[name]) for name in sorted(new))
-    return pack([coded for coded in changed if coded is not None])
+    return encode_changes(base, find_changes(base, new))
+
+
+def find_changes(base: Mapping[str, Bits], new: Mapping[str, Bits]) -> list[Change]:
+    """The change of each tensor, in order of the names. Raises BaseMismatch if the layouts differ.
+
+    They share memory with `base` only: `new` may change again.
+    """
+    if _layout(base) != _layout(new):
+        raise BaseMismatch("base and new tensors differ in names, shapes or sizes; publish a snapshot instead")
+    pairs = ((_flat(base[name]), _flat(new[name])) for name in sorted(new))
+    return [Change(old, *changed_values(old, fresh)) for old, fresh in pairs]
+
+
+def encode_changes(base: Mapping[str, Bits], changes: Sequence[Change]) -> bytes:
+    """`encode_patch`, given what `find_changes` found."""
+    forms = [_form(change) for change in changes]
+    writer = BlobWriter(PATCH)
+    writer.section(_fingerprint(base))
+    writer.section(compress(np.array(forms, np.uint8)))
+    for width in _WIDTHS:
+        by_form: list[list[Change]] = [[], [], [], []]
+        for form, change in zip(forms, changes, strict=True):
+            if change.old.itemsize == width:
+                by_form[form].append(change)
+        if by_form[_SPARSE]:
+            write_changes(by_form[_SPARSE], writer)
+        write_words([steps_between(change.old, change.new) for change in by_form[_STEPS]], writer)
+        write_words([change.new for change in by_form[_VALUES]], writer)
+    return writer.blob()
 
 
 def decode_patch(blob: bytes, base: Mapping[str, Bits]) -> dict[str, TensorUpdate]:
@@ -62,114 +95,93 @@ def decode_patch(blob: bytes, base: Mapping[str, Bits]) -> dict[str, TensorUpdat
 
     It takes memory in proportion to `base`, whatever the blob says.
     """
-    header, body = open_blob(blob)
-    for entry in header.entries:
-        if entry.name not in base or base[entry.name].shape != entry.shape:
-            raise CorruptChunk(f"the patch is of a tensor {entry.name!r} of shape {entry.shape}, which the base lacks")
-    gaps, words = read_streams(header, body)
+    reader = BlobReader(blob, PATCH)
+    if reader.section() != _fingerprint(base):
+        raise CorruptChunk("the patch is of tensors of other names or shapes than the base's")
+    forms = dict(zip(sorted(base), decompress(reader.section(), len(base)), strict=True))
+    if max(forms.values(), default=_SAME) > _VALUES:
+        raise CorruptChunk("a tensor of the patch has an unknown form")
     updates: dict[str, TensorUpdate] = {}
-    used = [0, 0, 0]
-    for entry in header.entries:
-        at = slice(used[entry.form], used[entry.form] + entry.words)
-        used[entry.form] = at.stop
-        update = _decode_change(entry, base[entry.name], gaps[at], words[entry.form][at])
-        updates[entry.name] = update
+    for width in _WIDTHS:
+        sparse, steps, values = (
+            {n: _flat(base[n]) for n, chosen in forms.items() if chosen == form and base[n].itemsize == width}
+            for form in (_SPARSE, _STEPS, _VALUES)
+        )
+        if sparse:
+            for name, (index, bits) in zip(sparse, read_changes(list(sparse.values()), reader), strict=True):
+                updates[name] = TensorUpdate(index=index, values=bits)
+        for name, words in read_words({name: old.shape for name, old in steps.items()}, width, reader).items():
+            updates[name] = TensorUpdate(index=None, values=stepped(steps[name], words).reshape(base[name].shape))
+        for name, bits in read_words({name: base[name].shape for name in values}, width, reader).items():
+            updates[name] = TensorUpdate(index=None, values=bits)
+    reader.end()
     return updates
 
 
 def encode_snapshot(tensors: Mapping[str, Bits]) -> bytes:
     """A blob from which `decode_snapshot` gives the same tensors."""
-    return pack([_code_values(name, tensors[name]) for name in sorted(tensors)])
+    writer = BlobWriter(SNAPSHOT)
+    entries = [_Entry(name, tensors[name].shape, _width(tensors[name])) for name in sorted(tensors)]
+    names = np.frombuffer(msgspec.msgpack.encode(entries), np.uint8)
+    writer.number(names.size)
+    writer.section(compress(names))
+    for width in _WIDTHS:
+        write_words([_flat(tensors[e.name]) for e in entries if e.width == width], writer)
+    return writer.blob()
 
 
 def decode_snapshot(blob: bytes, *, max_bytes: int = SNAPSHOT_MAX_BYTES) -> dict[str, Bits]:
     """All tensors of a snapshot, of at most `max_bytes` together. Raises CorruptChunk."""
-    header, body = open_blob(blob)
-    if any(entry.form != VALUES for entry in header.entries):
-        raise CorruptChunk("the blob is a patch, not a snapshot")
-    size_bytes = 2 * sum(entry.words for entry in header.entries)
+    reader = BlobReader(blob, SNAPSHOT)
+    size = reader.number(_NAMES_MAX_BYTES)
+    try:
+        entries = msgspec.msgpack.decode(decompress(reader.section(), size), type=_Entries)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CorruptChunk(f"the list of tensors is malformed: {error}") from None
+    names = [entry.name for entry in entries]
+    if names != sorted(set(names)):
+        raise CorruptChunk("the tensors of the blob are not in order, or one is named twice")
+    size_bytes = sum(entry.width * math.prod(entry.shape) for entry in entries)
     if size_bytes > max_bytes:
         raise CorruptChunk(f"the snapshot would take {size_bytes} bytes, more than the {max_bytes} expected")
-    _, (_, _, values) = read_streams(header, body)
     tensors: dict[str, Bits] = {}
-    used = 0
-    for entry in header.entries:
-        tensors[entry.name] = values[used : used + entry.words].reshape(entry.shape)
-        used += entry.words
-    return tensors
+    for width in _WIDTHS:
+        tensors |= read_words({e.name: e.shape for e in entries if e.width == width}, width, reader)
+    reader.end()
+    return {name: tensors[name] for name in names}
 
 
-# -- one tensor ---------------------------------------------------------------------------------------------------
+# -- layouts ------------------------------------------------------------------------------------------------------
+
+
+def _width(bits: Bits) -> Literal[2, 4]:
+    return 2 if bits.itemsize == 2 else 4
+
+
+def _layout(tensors: Mapping[str, Bits]) -> list[tuple[str, tuple[int, ...], int]]:
+    return [(name, tensors[name].shape, tensors[name].itemsize) for name in sorted(tensors)]
+
+
+def _fingerprint(tensors: Mapping[str, Bits]) -> bytes:
+    """Guards against the wrong base: the content hash of the chunk proves the right one."""
+    return hashlib.blake2b(msgspec.msgpack.encode(_layout(tensors)), digest_size=8).digest()
 
 
 def _flat(bits: Bits) -> Bits:
     return np.ascontiguousarray(bits).reshape(-1)
 
 
-def _ordered(bits: Bits) -> Bits:
-    """Bit patterns such that the next larger float is the next larger integer; NaNs lie at both ends."""
-    mask: Bits = (bits >> np.uint16(15)) * np.uint16(0x7FFF) | np.uint16(0x8000)
-    return bits ^ mask
-
-
-def _unordered(ordered: Bits) -> Bits:
-    mask: Bits = ((ordered >> np.uint16(15)) ^ np.uint16(1)) * np.uint16(0x7FFF) | np.uint16(0x8000)
-    return ordered ^ mask
-
-
-def _steps(old: Bits, new: Bits) -> Bits:
-    """Zigzag of the signed distance in ordered patterns, modulo 2^16: 0, -1, 1, -2 … become 0, 1, 2, 3 …"""
-    distance = (_ordered(new) - _ordered(old)).view(np.int16)
-    return ((distance << 1) ^ (distance >> 15)).view(np.uint16)
-
-
-def _stepped(old: Bits, steps: Bits) -> Bits:
-    distance = (steps >> 1) ^ (np.uint16(0) - (steps & np.uint16(1)))
-    return _unordered(_ordered(old) + distance)
-
-
-def _code_values(name: str, bits: Bits) -> Coded:
-    return Coded(Entry(name, bits.shape, VALUES, bits.size), _flat(bits))
-
-
-def _code_change(name: str, base: Bits, new: Bits) -> Coded | None:
-    old, fresh = _flat(base), _flat(new)
-    index = np.flatnonzero(old != fresh)
-    if not index.size:
-        return None
-    gaps = np.diff(index, prepend=-1) - 1
-    words = _steps(old[index], fresh[index]) - np.uint16(1)  # never 0: these did change
-    sparse = Coded(Entry(name, new.shape, SPARSE, index.size), words, gaps)
-    if index.size < _TRY_DENSE_SHARE * new.size:
-        return sparse
-    steps = Coded(Entry(name, new.shape, STEPS, new.size), _steps(old, fresh))
-    return min(sparse, steps, _code_values(name, new), key=_expected_bits)
-
-
-def _decode_change(entry: Entry, base: Bits, gaps: Gaps, words: Bits) -> TensorUpdate:
-    if entry.form == VALUES:
-        return TensorUpdate(index=None, values=words.reshape(entry.shape))
-    old = _flat(base)
-    if entry.form == STEPS:
-        return TensorUpdate(index=None, values=_stepped(old, words).reshape(entry.shape))
-    # Gaps are below 2^48 each; the float sum keeps the integer one from wrapping round.
-    if float(gaps.sum(dtype=np.float64)) + entry.words > 2**62:
-        raise CorruptChunk(f"positions of tensor {entry.name!r} overflow")
-    index = np.cumsum(gaps + 1) - 1
-    if index.size and int(index[-1]) >= old.size:
-        raise CorruptChunk(f"position {int(index[-1])} is outside tensor {entry.name!r} of {old.size} values")
-    return TensorUpdate(index=index, values=_stepped(old[index], words + np.uint16(1)))
-
-
-def _expected_bits(coded: Coded) -> float:
-    """Order-0 entropy of the planes that this form would take."""
-    planes = [*split_planes(coded.words, 2)]
-    if coded.gaps is not None:
-        planes += split_planes(coded.gaps, gap_width(coded.gaps))
-    return sum(_entropy_bits(plane) for plane in planes)
-
-
-def _entropy_bits(plane: Plane) -> float:
-    counts = np.bincount(plane, minlength=256)
-    counts = counts[counts > 0]
-    return float(-(counts * np.log2(counts / plane.size)).sum())
+def _form(change: Change) -> int:
+    changed, size = change.index.size, change.old.size
+    if not changed:
+        return _SAME
+    if changed < _TRY_DENSE_SHARE * size:
+        return _SPARSE
+    share = changed / size
+    positions = -size * (share * math.log2(share) + (1 - share) * math.log2(1 - share)) if changed < size else 0.0
+    expected = {
+        _SPARSE: positions + expected_bits(steps_between(change.before, change.after)),
+        _STEPS: expected_bits(steps_between(change.old, change.new)),
+        _VALUES: expected_bits(change.new),
+    }
+    return min(expected, key=lambda form: expected[form])
