@@ -1,7 +1,6 @@
 # Everything is done with pip in .venv: `make demo` and `make test` work on a fresh clone.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-SITE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: env demo test test-fast check format bench clean
@@ -9,10 +8,11 @@ export OMP_NUM_THREADS ?= 1
 env: .venv/ready
 
 .venv/ready: pyproject.toml
+	@echo "Making .venv: a few minutes, most of it torch."
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -e '.[trainer,dev]'
-	rm -rf $(SITE)/trio-stubs  # outdated stubs that libp2p brings in; they would hide trio's own types
+	rm -rf .venv/lib/python3.*/site-packages/trio-stubs  # outdated; libp2p brings them in, and they hide trio's own types
 	touch $@
 
 demo: env

@@ -5,6 +5,8 @@ type is an error that names its path.
 """
 
 import difflib
+import ipaddress
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +16,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from echo_p2p.errors import ConfigError
+from echo_protocols.keys import public_key
 from echo_protocols.run import Admission, Algorithm, Protocol, Sampling, TaskSpec, check_group_tokens
 from echo_protocols.values import Name
+
+_ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/tcp/(?P<port>[0-9]{1,5})/p2p/(?P<peer>[A-Za-z0-9]+)")
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0.0)]
@@ -116,14 +121,49 @@ def load_config(path: Path | None, overrides: Mapping[str, object] | None = None
         _lay(document, key.split("."), value, where)
     _refuse_unknown(document, NodeConfig, "", where)
     try:
-        return msgspec.convert(document, NodeConfig)
+        config = msgspec.convert(document, NodeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_sentence(str(error))}") from error
+    _check_addresses(config)
+    return config
 
 
 def dump_config(config: NodeConfig) -> bytes:
     """The resolved configuration as JSON, for the run's folder."""
     return msgspec.json.format(msgspec.json.encode(config), indent=2)
+
+
+def is_address(address: str) -> bool:
+    """Whether this is a plain TCP address of an Ed25519 PeerID: `/ip4/…/tcp/…/p2p/12D3…`."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found["port"]) < 65536:
+        return False
+    return is_peer(found["peer"])
+
+
+def is_peer(peer: str) -> bool:
+    """Whether this is an Ed25519 PeerID."""
+    try:
+        public_key(peer)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_addresses(config: NodeConfig) -> None:
+    network = config.network
+    for address in network.peers:
+        if not is_address(address):
+            raise ConfigError(f"--peer {address} is no address; copy it whole: /ip4/…/tcp/…/p2p/12D3….")
+    for host in (network.host, network.http_host):
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            raise ConfigError(
+                f"{host} is no IP address to listen on; write 0.0.0.0, or 127.0.0.1 for this machine."
+            ) from None
+    if config.inference.owner and not is_peer(config.inference.owner):
+        raise ConfigError(f"--owner {config.inference.owner} is no PeerID; it must look like 12D3Koo….")
 
 
 def _lay(document: dict[str, Any], keys: list[str], value: object, where: str) -> None:

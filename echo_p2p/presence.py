@@ -134,7 +134,9 @@ async def _meet_members(presence: Presence, nursery: trio.Nursery) -> None:
         others = [peer for peer in presence.swarm.members if peer not in hubs and peer != presence.identity.peer_id]
         for peer in (*others, *hubs):  # an address book that is full forgets the first
             presence.hive.learn(peer, presence.swarm.members[peer].record.streams)
-        dialled = {peer: last for peer, last in dialled.items() if peer in hubs}
+        for peer in dialled.keys() - hubs.keys():  # its record is gone
+            presence.gossip.forget(peer)
+            del dialled[peer]
         now = trio.current_time()
         for peer, addresses in hubs.items():
             last_at, last = dialled.get(peer, (-_HUB_AGAIN_S, ()))

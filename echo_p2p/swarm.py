@@ -159,7 +159,8 @@ class Swarm:
             with trio.fail_after(_DEADLINE_S):
                 await self._records.put(key, value, ttl_s)
         except (NetError, trio.TooSlowError) as error:
-            log.warning("record %s was not stored (%s); trying again in %.0f s", key, error, RENEW_EVERY_S)
+            level = logging.WARNING if self.members else logging.DEBUG  # nobody has answered yet: joining says so
+            log.log(level, "record %s was not stored (%s); trying again in %.0f s", key, error, RENEW_EVERY_S)
         except Exception:  # a vendor's own error must not end the node: the next renewal tries again
             log.exception("record %s was not stored; trying again in %.0f s", key, RENEW_EVERY_S)
 

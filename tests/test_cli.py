@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import click
@@ -9,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from echo_node.cli import main
+from echo_node.places import find_places, only_node
 
 
 def run(home: Path, *arguments: str) -> Result:
@@ -81,6 +83,63 @@ def test_wrong_configuration_is_one_sentence_with_the_path_of_the_key(
     assert result.exit_code == 2
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+PEER = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWNTXdxNUAjRhGCe1UBFSd2HYpfhAnG5BKCUZwW8AAvXvh"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["inference", "--peer", "127.0.0.1:4001"], "--peer 127.0.0.1:4001 is no address"),
+        (["inference", "--peer", "/ip4/127.0.0.1/tcp/4001"], "is no address"),
+        (["inference", "--peer", "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWxxxx"], "is no address"),
+        (["inference", "--peer", PEER.replace("tcp", "tpc")], "is no address"),
+        (["inference", "--peer", PEER, "--host", "999.1.1.1"], "999.1.1.1 is no IP address"),
+        (["inference", "--peer", PEER, "--owner", "bla"], "--owner bla is no PeerID"),
+        (["inference"], "needs a swarm to join"),
+    ],
+)
+def test_wrong_addresses_are_said_at_once(tmp_path: Path, arguments: list[str], words: str) -> None:
+    result = run(tmp_path, "join", "--role", *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--port", "--gossip-port"])
+def test_a_port_that_is_taken_is_said_with_its_flag(tmp_path: Path, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = run(tmp_path, "bootstrap", "--host", "127.0.0.1", flag, port)
+    assert result.exit_code == 2
+    assert f"port {port} of 127.0.0.1 can't be used" in result.stderr
+    assert flag in result.stderr
+
+
+def test_a_model_that_does_not_exist_is_said_before_joining(tmp_path: Path) -> None:
+    result = run(tmp_path, "join", "--role", "trainer", "--model", "./nosuchfolder")
+    assert result.exit_code == 1
+    assert "nosuchfolder" in result.stderr
+
+
+def test_a_second_node_in_one_home_is_refused(tmp_path: Path) -> None:
+    places = find_places(str(tmp_path))
+    with only_node(places):
+        result = run(tmp_path, "bootstrap", "--host", "127.0.0.1")
+    assert result.exit_code == 2
+    assert "a node already runs in" in result.stderr
+    with only_node(places):
+        pass  # the lock has gone with its holder
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--seconds", "-5"], ["--seconds", "abc"], ["--steps", "0"], ["--slow", "-1"], ["--set", "foo=1"]]
+)
+def test_wrong_demo_options_are_refused_at_once(tmp_path: Path, arguments: list[str]) -> None:
+    result = run(tmp_path, "demo", *arguments)
+    assert result.exit_code == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_flags_win_over_set_and_set_wins_over_the_file(tmp_path: Path) -> None:

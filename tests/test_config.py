@@ -23,12 +23,15 @@ def test_without_file_and_flags_the_defaults_hold():
     assert load_config(None) == NodeConfig()
 
 
+PEER = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWNTXdxNUAjRhGCe1UBFSd2HYpfhAnG5BKCUZwW8AAvXvh"
+
+
 def test_flags_go_over_the_file_and_the_file_over_defaults(write):
     path = write('swarm = "lab"\n[run]\nseed = 7\nmax_lag = 2\n[run.sampling]\ntemperature = 0.5\n')
-    config = load_config(path, {"run.seed": 9, "run.sampling.top_k": 20, "network.peers": ["/ip4/127.0.0.1/tcp/1"]})
+    config = load_config(path, {"run.seed": 9, "run.sampling.top_k": 20, "network.peers": [PEER]})
     assert (config.swarm, config.run.seed, config.run.max_lag) == ("lab", 9, 2)
     assert (config.run.sampling.temperature, config.run.sampling.top_k) == (0.5, 20)
-    assert config.network.peers == ("/ip4/127.0.0.1/tcp/1",)
+    assert config.network.peers == (PEER,)
     assert config.run.group_size == NodeConfig().run.group_size
 
 

@@ -141,6 +141,10 @@ class GossipNode:
             del self._dialled[next(iter(self._dialled))]
         await self._dial(peer, transport)
 
+    def forget(self, peer: str) -> None:
+        """Dial a peer no more once it is lost."""
+        self._dialled.pop(peer, None)
+
     async def _dial(self, peer: str, transport: str) -> None:
         if peer in self.peers():
             return

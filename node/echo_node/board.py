@@ -63,8 +63,8 @@ class Board:
 
 
 def join_line(presence: Presence) -> str:
-    """The command that brings the next machine into this swarm."""
-    addresses = sorted(presence.stream_addresses, key=_outside_first)
+    """The command that brings the next machine in: by the bootstraps that we were told of, else by ourselves."""
+    addresses = presence.network.peers or sorted(presence.stream_addresses, key=_outside_first)[:1]
     if not addresses:
         return ""
     swarm = "" if presence.swarm.name == "echo" else f" --swarm {presence.swarm.name}"
@@ -72,7 +72,7 @@ def join_line(presence: Presence) -> str:
     if presence.record.role == "trainer":
         owner = presence.identity.peer_id
     of_owner = f" --owner {owner}" if owner else ""
-    return f"echo-node join --role inference{swarm}{of_owner} --peer {addresses[0]}"
+    return f"echo-node join --role inference{swarm}{of_owner} " + " ".join(f"--peer {each}" for each in addresses)
 
 
 def _outside_first(address: str) -> tuple[bool, bool]:

@@ -26,6 +26,8 @@ class _Sentences(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:  # before a node or a demo has taken the signal over
+            ctx.exit(130)
         except (EchoError, ExceptionGroup) as raised:
             error = _innermost(raised)
             if ctx.params.get("verbose") or not isinstance(error, EchoError):
@@ -170,12 +172,14 @@ def co_located(ctx: click.Context, config: Path | None, settings: tuple[str, ...
 
 @main.command()
 @_option("--protocol", type=click.Choice(["sequential", "async"]), default="async", help="How to synchronise.")
-@_option("--seconds", type=float, help="Wall time before the nodes leave.  [default: 150]")
-@_option("--steps", type=int, help="End after so many steps instead.")
+@_option("--seconds", type=click.FloatRange(min=1), help="Wall time before the nodes leave.  [default: 150]")
+@_option("--steps", type=click.IntRange(min=1), help="End after so many steps instead.")
 @_option("--peers", type=click.Choice(["all", "chain", "whole"]), default="all", help="Which inference peers.")
 @_option("--seed", type=int, default=1, help="Seed of prompts, sampling and training.")
 @_option("--co-located", is_flag=True, help="One process, no network: the baseline.")
-@_option("--slow", type=float, default=0.0, help="Slow one peer down by so many seconds a decode step.")
+@_option(
+    "--slow", type=click.FloatRange(min=0), default=0.0, help="Slow one peer down by so many seconds a decode step."
+)
 @_option("--json", "json_path", type=click.Path(path_type=Path), help="Write the summary there.")
 @_option("--keep", is_flag=True, help="Keep the folders of the nodes, and say where they are.")
 @_option("--home", type=click.Path(path_type=Path), envvar=None, help="Make and keep the nodes' folders here.")
@@ -184,6 +188,7 @@ def demo(json_path: Path | None, settings: tuple[str, ...], **options: Any) -> N
     """Watch a whole swarm learn on this machine: five processes on loopback, over the real network stacks."""
     from echo_node.demo import DemoOptions, run_demo
 
+    load_config(None, dict(_setting(text) for text in settings))  # a wrong key is said here, not by a node
     sys.exit(run_demo(DemoOptions(json_path=json_path, settings=settings, **options)))
 
 

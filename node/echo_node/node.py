@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 
 import trio
@@ -10,10 +11,12 @@ import trio
 from echo_node.api import build_app, serve_http
 from echo_node.board import SOFTWARE, Board, join_line
 from echo_node.logs import Journal
-from echo_node.places import Places, whereabouts
+from echo_node.places import Places, only_node, whereabouts
 from echo_node.state import Whereabouts
 from echo_p2p.config import NodeConfig
+from echo_p2p.errors import ConfigError
 from echo_p2p.identity import load_or_create
+from echo_p2p.models import resolve_model
 from echo_p2p.presence import open_presence
 from echo_protocols.peer import RoleRecord
 
@@ -26,7 +29,36 @@ _Role = Callable[[Board, Places], Awaitable[None]]
 
 def run_node(config: NodeConfig, places: Places, journal: Journal, *, announce: Callable[[str], None]) -> int:
     """Run until the role is done or a signal comes; the exit status. `announce` gets the line for the next machine."""
-    return trio.run(_run, config, _load_role(config.role), places, journal, announce)
+    check_start(config)
+    with only_node(places):
+        return trio.run(_run, config, _load_role(config.role), places, journal, announce)
+
+
+def check_start(config: NodeConfig) -> None:
+    """What can be known to fail before anything heavy is loaded. Raises ConfigError, ModelError."""
+    network = config.network
+    if config.role == "inference" and not network.peers:
+        raise ConfigError("an inference peer needs a swarm to join: give --peer with the address of a bootstrap.")
+    for flag, port in (("--port", network.port), ("--gossip-port", network.gossip_port)):
+        if port:
+            _check_free(network.host, port, flag)
+    if config.role == "trainer":
+        resolve_model(config.run.model)
+
+
+def _check_free(host: str, port: int, flag: str) -> None:
+    # the network stacks share a port that is taken, or say nothing: so look first
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        if os.name == "posix":
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as after a restart, but no second listener
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} of {host} can't be used ({error.strerror}); choose another with {flag}."
+            ) from error
 
 
 async def _run(

@@ -10,6 +10,12 @@ import msgspec
 import platformdirs
 
 from echo_node.state import Whereabouts
+from echo_p2p.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,30 @@ def write_whole(path: Path, content: bytes) -> None:
         os.fsync(folder)  # the rename too
     finally:
         os.close(folder)
+
+
+@contextmanager
+def only_node(places: Places) -> Iterator[None]:
+    """Keep a second node out of this home while the context is open. Raises ConfigError.
+
+    The lock falls with the process, however it ends. Without fcntl(2) there is none.
+    """
+    try:
+        places.data.mkdir(parents=True, exist_ok=True)
+        lock = (places.data / "lock").open("a+b")
+    except OSError as error:
+        raise ConfigError(
+            f"{places.data} can't be this node's home: {error.strerror}; set ECHO_HOME to a folder."
+        ) from error
+    with lock:
+        if fcntl is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(
+                    f"a node already runs in {places.data}; give this one an ECHO_HOME of its own."
+                ) from None
+        yield
 
 
 @contextmanager
