@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import subprocess
+import sys
 
 from echo_node.logs import Journal, Throttle, _JsonLines, _Lines, _TextLines
 
@@ -87,3 +89,21 @@ def test_a_flood_does_not_push_everything_else_out_of_the_journal() -> None:
     for _ in range(1000):
         journal.handle(record("refused", level=logging.WARNING))
     assert journal.events[0].text == "the one that matters"
+
+
+VENDOR = """
+import logging
+from echo_node.logs import set_up_logging
+set_up_logging(verbosity=0, as_json=False)
+vendor = logging.getLogger("some.vendor")
+vendor.setLevel(logging.INFO)
+vendor.info("chatter")
+vendor.error("trouble")
+logging.getLogger("echo_node.x").info("ours")
+"""
+
+
+def test_vendors_are_heard_from_their_errors_on_only() -> None:
+    program = [sys.executable, "-c", VENDOR]  # in a process of its own: it sets up the logging of all
+    said = subprocess.run(program, capture_output=True, text=True, check=True, timeout=60).stderr
+    assert [line.split(" ", 1)[1] for line in said.splitlines()] == ["trouble", "ours"]

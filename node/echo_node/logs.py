@@ -110,6 +110,8 @@ def set_up_logging(*, verbosity: int, as_json: bool) -> Journal:
     root = logging.getLogger()
     lines = _Lines(sys.stderr)
     lines.setFormatter(_JsonLines() if as_json else _TextLines("%(asctime)s %(message)s", "%H:%M:%S"))
+    # a vendor may set its own logger's level: what is not ours is judged here too
+    lines.addFilter(lambda record: record.name.partition(".")[0] in OURS or record.levelno >= root.level)
     root.handlers[:] = [lines]
     root.setLevel(logging.INFO if verbosity >= 2 else logging.ERROR)
     if logging.lastResort is not None:

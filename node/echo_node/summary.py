@@ -66,7 +66,8 @@ def _rows(summary: Summary, names: dict[str, str]) -> Iterable[tuple[str, str]]:
         yield "steps", "none: the trainer had no rollouts in time"
     else:
         yield "steps", f"{summary.steps:,}"
-        yield "reward", f"{first:.3f} (first 10 steps) → {last:.3f} (last 10): {last - first:+.3f}"
+        enough = f"{last - first:+.3f}" if summary.steps >= 20 else "too few steps to compare"
+        yield "reward", f"{first:.3f} (first 10 steps) → {last:.3f} (last 10): {enough}"
     yield "rollouts", _counts({_name(peer, names): made for peer, made in summary.rollouts_by_peer.items()})
     if summary.lag_mean is not None:
         bound = "" if summary.max_lag is None else f", the bound is {summary.max_lag}"
