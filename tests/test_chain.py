@@ -480,6 +480,23 @@ def test_a_cancelled_group_leaves_the_others_alone() -> None:
     with_deadline(main)
 
 
+def test_a_lane_that_is_discarded_before_its_step_runs_is_freed_after_it() -> None:
+    async def main() -> None:
+        async with swarm(1) as peers:
+            host = peers.hosts[0]
+            lane = host.begin(
+                BeginLane(lane=1, group_id=b"g", run_seed=b"s", sampling=Sampling(), rows=1, positions=64)
+            )
+            host.discard(lane)  # as when a caller is cancelled while the step's thread starts
+            async with host.turn:
+                one = np.zeros(1, np.int32)
+                await host.forward(lane, 0, one, one, np.ones((1, 3), np.int32))
+            await host.free()
+            assert not peers.stage(0).lanes
+
+    with_deadline(main)
+
+
 def test_a_stage_may_refuse_a_chain_and_says_why() -> None:
     async def main() -> None:
         async with swarm(3, allow=lambda peer, opening: "plan 0 is over") as peers:

@@ -125,7 +125,7 @@ class StageHost:
         version = self.version
 
         def work() -> Floats | Drawn:
-            self._close_discarded()
+            self._close_discarded(but=lane.number)
             started = time.perf_counter()
             try:
                 outputs = self.stage.forward(lane.number, rows, positions, inputs)
@@ -168,9 +168,12 @@ class StageHost:
         tokens, logprobs = draw(logits, u, order.sampling)
         return Drawn(step=step, version=version, rows=rows, tokens=tokens, logprobs=logprobs)
 
-    def _close_discarded(self) -> None:
-        while self._discarded:
-            self.stage.close(self._discarded.pop())
+    def _close_discarded(self, but: int | None = None) -> None:
+        """`but` is the lane of a step that was cancelled before its thread came this far: it is closed after it."""
+        due = [number for number in self._discarded if number != but]
+        for number in due:
+            self._discarded.remove(number)
+            self.stage.close(number)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         timeout_s = self.limits.hop_timeout_s
