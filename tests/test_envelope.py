@@ -26,7 +26,7 @@ from echo_protocols.envelope import (
     signed_bytes,
 )
 from echo_protocols.peer import Capacity, Plan, RoleRecord, Stop
-from echo_protocols.release import Chunk, Release
+from echo_protocols.release import Chunk, Release, Skip
 from echo_protocols.rollout import Slot
 from echo_protocols.run import RunManifest, Sampling, TaskSpec
 from echo_protocols.sync import LatestRelease, PullRequest
@@ -411,7 +411,12 @@ def test_release_without_sense_is_malformed():
         rest = {"parent_release": None, "snapshot_release": None, "policy_hash": bytes(32), "model_bytes": 1}
         return Release(**{**version, **rest, **fields})
 
-    assert release(patch=(chunk(bytes(32)),), continues=PolicyVersion(epoch=0, step=2)).patch_bytes == 1
+    def skip(step: int, base: bytes | None) -> Skip:
+        return Skip(base=PolicyVersion(epoch=1, step=step), base_release=bytes(32), chunks=(chunk(base),))
+
+    patch = {"patch": (chunk(bytes(32)),)}
+    assert release(**patch, continues=PolicyVersion(epoch=0, step=2)).patch_bytes == 1
+    assert release(**patch, skips=(skip(0, bytes(32)),))
     for bad in (
         {},
         {"patch": (chunk(None),)},
@@ -420,6 +425,9 @@ def test_release_without_sense_is_malformed():
         {"patch": (chunk(bytes(32)),), "parent": PolicyVersion(epoch=1, step=2)},
         {"snapshot": (chunk(None),), "continues": PolicyVersion(epoch=1, step=2)},
         {"snapshot": (chunk(None),), "continues": PolicyVersion(epoch=0, step=1)},
+        {**patch, "skips": (skip(0, None),)},
+        {**patch, "skips": (skip(1, bytes(32)),)},
+        {"snapshot": (chunk(None),), "parent": None, "skips": (skip(0, bytes(32)),)},
     ):
-        with pytest.raises(ValueError, match=r"patch|continue"):
+        with pytest.raises(ValueError, match=r"patch|continue|base|skip"):
             release(**bad)

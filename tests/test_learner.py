@@ -73,8 +73,13 @@ def group(version: PolicyVersion, counter: int = 0) -> RolloutGroup:
 
 
 def learn(learner: Learner) -> None:
-    _, release = learner.learn([Graded("w", group(learner.version), (0.0, 1.0))], 0.1)
+    _, release = learner.publish(learner.learn([Graded("w", group(learner.version), (0.0, 1.0))], 0.1))
     publisher_sealed(learner, *learner.seal_in, release)  # type: ignore[attr-defined]
+
+
+def save(learner: Learner) -> int:
+    learner.save()
+    return learner.keep()
 
 
 def version(text: str) -> PolicyVersion:
@@ -100,7 +105,7 @@ def test_a_process_that_died_before_its_first_checkpoint_is_followed_by_a_new_ep
 def test_a_process_that_resumed_and_died_at_once_loses_no_rollout_of_its_epoch(tmp_path: Path) -> None:
     first = learner_in(tmp_path)
     learn(first)
-    first.save()
+    save(first)
     second = learner_in(tmp_path)
     assert str(second.version) == "1.1"
     learn(second)
@@ -118,11 +123,11 @@ def test_a_step_that_failed_is_never_saved(tmp_path: Path) -> None:
     engine = CountingEngine()
     learner = learner_in(tmp_path, engine)
     learn(learner)
-    assert learner.save() == 1
+    assert save(learner) == 1
     engine.fails = True
     with pytest.raises(TrainerError):
         learn(learner)
-    assert learner.save() == 1
+    assert save(learner) == 1
     again = learner_in(tmp_path)
     assert again._engine.count == 1  # type: ignore[attr-defined]
     assert again.continues == version("0.1")
@@ -132,13 +137,32 @@ def test_a_release_that_found_no_room_leaves_the_last_checkpoint_the_newest(tmp_
     learner = learner_in(tmp_path)
     learn(learner)
     learn(learner)
-    learner.save()
+    save(learner)
     learner._publisher._recent[-1].sealed = None  # the next release can't be published
     with pytest.raises(WeightsError):
-        learner.learn([Graded("w", group(learner.version), (0.0, 1.0))], 0.1)
-    assert str(learner.version) == "0.2"
-    assert learner.save() == 2
+        learn(learner)
+    assert str(learner.version) == "0.3"
+    assert save(learner) == 2
     assert learner_in(tmp_path)._engine.count == 2  # type: ignore[attr-defined]
+
+
+def test_the_next_step_is_learned_while_a_release_is_made_and_neither_sees_the_other(tmp_path: Path) -> None:
+    learner = learner_in(tmp_path)
+    batch = [Graded("w", group(learner.version), (0.0, 1.0))]
+    first = learner.learn(batch, 0.1)
+    learner.save()  # of step 1, while its release is still to come: no restart may resume from it yet
+    assert str(learner_in(tmp_path).continues) == "0.0"
+    second = learner.learn(batch, 0.1)
+    store, publisher = learner.seal_in  # type: ignore[attr-defined]
+    for step, learned in enumerate((first, second), start=1):
+        record, release = learner.publish(learned)
+        publisher_sealed(learner, store, publisher, release)
+        assert (record.step, record.version, str(release.version)) == (step, f"0.{step - 1}", f"0.{step}")
+        assert list(learned.weights["model.embed_tokens.weight"]) == [step]
+    assert learner.keep() == 1
+    resumed = learner_in(tmp_path)
+    assert str(resumed.continues) == "0.1"
+    assert resumed._engine.count == 1  # type: ignore[attr-defined]
 
 
 def test_the_newest_checkpoint_stays_when_the_clock_goes_back(tmp_path: Path) -> None:
@@ -147,7 +171,7 @@ def test_the_newest_checkpoint_stays_when_the_clock_goes_back(tmp_path: Path) ->
     learner = learner_in(tmp_path)
     for _ in range(3):
         learn(learner)
-        learner.save()
+        save(learner)
         for path in (tmp_path / "checkpoints").iterdir():
             os.utime(path, (2e9, 2e9))
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2

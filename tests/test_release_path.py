@@ -16,7 +16,8 @@ from echo_p2p.tensors import Bits, TensorUpdate, updated
 from echo_p2p.weights.codec import content_hash, encode_patch
 from echo_p2p.weights.fetch import Replica
 from echo_p2p.weights.publish import Publisher
-from echo_p2p.weights.route import cheapest, step_of
+from echo_p2p.weights.route import Atlas
+from echo_p2p.weights.shards import ShardChange, ShardDiff
 from echo_p2p.weights.staged import MAX_STAGED
 from echo_p2p.weights.store import Store
 from echo_protocols.release import Chunk, Release, part_of, parts_of, policy_hash
@@ -110,7 +111,7 @@ def start(folder: Path, **settings: int) -> Trainer:
 
 def make_replica(folder: Path, span: Span = WHOLE, tensors: Mapping[str, Bits] | None = None) -> Replica:
     store = Store(folder / f"peer-{span.start}-{span.end}", 2**26)
-    return Replica(span, tied=False, initial=of_span(tensors or make_tensors(), span), store=store)
+    return Replica(of_span(tensors or make_tensors(), span), store)
 
 
 async def follow(replica: Replica, trainer: Trainer, stage: ArrayStage, release: Release | None = None) -> None:
@@ -139,7 +140,7 @@ class Peer:
         self.name, self.span = name, span
         self.store = Store(folder / name, 2**26)
         self.streams = network.node(name)
-        self.replica = Replica(span, tied=False, initial=of_span(make_tensors(), span), store=self.store)
+        self.replica = Replica(of_span(make_tensors(), span), self.store)
         self.stage = ArrayStage(of_span(make_tensors(), span))
         self.holders = holders
 
@@ -260,7 +261,7 @@ def test_tied_embeddings_are_a_part_of_both_ends(tmp_path: Path) -> None:
         trainer.publish(v(0), initial)
         trainer.train(1)
         ends = {name: bits for name, bits in initial.items() if part_of(name) in parts_of(HIGH, tied=True)}
-        replica = Replica(HIGH, tied=True, initial=ends, store=Store(tmp_path / "peer", 2**26))
+        replica = Replica(ends, Store(tmp_path / "peer", 2**26))
         stage = ArrayStage(ends)
         await follow(replica, trainer, stage)
         assert np.array_equal(
@@ -448,9 +449,7 @@ def test_prepare_waits_for_the_version_and_no_longer_than_its_deadline(tmp_path:
     async def body() -> None:
         trainer = start(tmp_path)
         first, second = trainer.train(1), trainer.train(1)
-        replica = Replica(
-            WHOLE, tied=False, initial=make_tensors(), store=Store(tmp_path / "peer", 2**26), prepare_timeout_s=0.05
-        )
+        replica = Replica(make_tensors(), Store(tmp_path / "peer", 2**26), prepare_timeout_s=0.05)
         weights: Weights = replica
         with pytest.raises(WeightsError, match="within"):
             await weights.prepare(v(2))
@@ -530,25 +529,126 @@ def test_a_restarted_publisher_begins_with_a_snapshot(tmp_path: Path) -> None:
     run(body)
 
 
-def test_the_walk_goes_on_only_while_it_may_be_cheaper(tmp_path: Path) -> None:
+def test_of_all_ways_that_are_known_the_one_of_fewest_bytes_is_taken(tmp_path: Path) -> None:
     trainer = start(tmp_path, snapshot_every=3, keep=8)
     trainer.train(4)
-    walked = [step_of(release) for release in reversed(trainer.releases)]
+    atlas, older = Atlas(trainer.releases[4]), trainer.releases[:4]
 
     def size(chunk: Chunk) -> int:
         return chunk.size_bytes
 
-    route, further = cheapest(walked[:1], "layer.0", bytes(32), size)
-    assert route is None
-    assert further == walked[0].patch["layer.0"].size_bytes
-    route, _ = cheapest(walked[:2], "layer.0", bytes(32), size)
-    assert route is not None
-    assert [chunk.base is None for chunk in route.chunks] == [True, False]
-    have = walked[2].results["layer.0"]
-    route, further = cheapest(walked, "layer.0", have, size)
-    assert route is not None
-    assert [chunk.base for chunk in route.chunks] == [have, walked[1].results["layer.0"]]
-    assert further > route.cost
-    route, _ = cheapest(walked, "layer.0", walked[0].results["layer.0"], size)
-    assert route is not None
-    assert route.chunks == ()
+    def bases(have: bytes | None) -> list[bytes | None]:
+        route = atlas.cheapest("layer.0", have, size)
+        assert route is not None
+        assert route.cost == sum(map(size, route.chunks))
+        return [chunk.base for chunk in route.chunks]
+
+    assert atlas.cheapest("layer.0", bytes(32), size) is None
+    assert [way.base.step for way in atlas.further_back(v(2))] == [3]
+    results = [atlas.add(release).results["layer.0"] for release in reversed(older)][::-1]
+    assert [way.base.step for way in atlas.wanted.ways] == [0, 3]  # a skip over four versions, and the patch
+    assert atlas.further_back(v(2)) == ()
+    assert bases(None) == [None, results[3]]
+    assert bases(results[2]) == [results[2], results[3]]
+    assert bases(results[0]) == [results[0]]
+    assert bases(atlas.wanted.results["layer.0"]) == []
+
+
+def test_a_peer_that_was_away_for_500_versions_is_back_in_few_fetches(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica, stage = start(tmp_path), make_replica(tmp_path), ArrayStage(make_tensors())
+        trainer.publisher = Publisher(trainer.store, snapshot_every=20, keep=40)
+        trainer.publish(v(1), trainer.history[v(0)])
+        trainer.train(1)
+        await follow(replica, trainer, stage)
+        before, lookups = replica.statistics(), 0
+
+        async def lookup(hash: bytes) -> Release:
+            nonlocal lookups
+            lookups += 1
+            return await trainer.lookup(hash)
+
+        trainer.train(500)
+        await replica.stage(trainer.releases[-1], lookup, trainer.fetch)
+        replica.switch(v(502), stage)
+        assert agrees(stage, trainer)
+        fetched = replica.statistics().chunks_fetched - before.chunks_fetched
+        assert fetched / (LAYERS + 2) <= 8  # a snapshot, and what leads on from it by 16, 4 and 1
+        assert lookups <= 2 * 8
+
+    run(body)
+
+
+def test_skips_lead_any_peer_back_over_a_long_gap_without_a_snapshot(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer = start(tmp_path, snapshot_every=600, keep=600, skips=(4, 16, 64, 256))
+        replica, stage = make_replica(tmp_path), ArrayStage(make_tensors())
+        trainer.train(3)
+        await follow(replica, trainer, stage)
+        for _ in range(500):
+            last = trainer.releases[-1].version
+            trainer.publish(v(last.step + 1), nudged(trainer.history[last], seed=last.step + 1, share=0.001))
+        before = replica.statistics()
+        await follow(replica, trainer, stage)
+        assert agrees(stage, trainer)
+        after = replica.statistics()
+        assert after.snapshots == before.snapshots == 0
+        assert (after.chunks_fetched - before.chunks_fetched) / (LAYERS + 2) <= 2 * 3 * 4  # 3 of a length, up and down
+        walked = sum(release.patch_bytes for release in trainer.releases[4:])
+        assert after.bytes_fetched - before.bytes_fetched < 0.75 * walked
+
+    run(body)
+
+
+def test_what_shards_say_is_published_as_the_whole_is(tmp_path: Path) -> None:
+    whole, sharded = (start(tmp_path / name, snapshot_every=8, keep=8) for name in ("whole", "sharded"))
+    tensors = make_tensors()
+
+    def shards(tensors: Mapping[str, Bits], rank: int) -> dict[str, tuple[int, Bits]]:
+        """Of three ranks, as FSDP2 cuts: rows, as even as can be; some have none of a small tensor."""
+        cut = {}
+        for name, bits in tensors.items():
+            rows = -(-len(bits) // 3)
+            mine = bits[rank * rows : (rank + 1) * rows]
+            if mine.size:
+                cut[name] = (rank * rows * bits[:1].size, mine)
+        return cut
+
+    ranks = [ShardDiff(shards(tensors, rank)) for rank in range(3)]
+    for step in range(1, 6):
+        tensors = nudged(tensors, seed=step)
+        one = whole.publish(v(step), tensors)
+        said = [diff.changes({n: bits for n, (_, bits) in shards(tensors, r).items()}) for r, diff in enumerate(ranks)]
+        other = sharded.publisher.publish_shards(v(step), said)
+        sharded.publisher.sealed(sharded.store.put(msgspec.msgpack.encode(other)))
+        assert other == one
+    with pytest.raises(BaseMismatch, match="other names or sizes"):
+        ranks[0].changes({})
+    late = [{"lm_head.weight": ShardChange(399, np.array([1]), np.array([1], np.uint16))}]
+    with pytest.raises(BaseMismatch, match="outside"):
+        sharded.publisher.publish_shards(v(6), late)
+    with pytest.raises(WeightsError, match="whole model first"):
+        Publisher(sharded.store).publish_shards(v(6), said)
+
+
+def test_after_a_release_that_failed_the_next_one_is_a_snapshot(tmp_path: Path) -> None:
+    trainer = start(tmp_path)
+    trainer.train(2)
+    room, trainer.store.max_bytes = trainer.store.max_bytes, 1
+    with pytest.raises(WeightsError, match="does not fit"):
+        trainer.train(1)
+    trainer.store.max_bytes = room
+    release = trainer.publish(v(3), make_tensors(seed=3))
+    assert release.snapshot
+    assert not release.patch
+    assert trainer.train(1).patch
+
+
+def test_a_skip_that_the_store_has_no_room_for_is_left_out(tmp_path: Path) -> None:
+    trainer = start(tmp_path, snapshot_every=64, keep=64)
+    trainer.train(3)
+    tensors = nudged(trainer.history[v(3)], seed=4)
+    trainer.store.max_bytes = trainer.store.size_bytes + trainer.releases[-1].patch_bytes + 1024
+    assert not trainer.publish(v(4), tensors).skips
+    trainer.store.max_bytes = 2**26
+    assert [skip.base for skip in trainer.train(4).skips] == [v(4)]

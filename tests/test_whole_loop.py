@@ -61,20 +61,17 @@ def test_a_randomly_initialised_model_goes_round_the_loop(tmp_path: Path, family
     path = random_model(tmp_path / "model", family, tied=tied)
     assert model_shape(path).layers == LAYERS
     trainer = VerlTrainer(path, Algorithm(learning_rate=1e-3), seed=1)
-    trio.run(go_round, path, tied, trainer, Store(tmp_path / "blobs", 1 << 30))
+    trio.run(go_round, path, trainer, Store(tmp_path / "blobs", 1 << 30))
     trainer.close()
 
 
-async def go_round(path: Path, tied: bool, trainer: VerlTrainer, store: Store) -> None:
+async def go_round(path: Path, trainer: VerlTrainer, store: Store) -> None:
     publisher = Publisher(store)
     version = PolicyVersion(epoch=0, step=0)
     release = publish(publisher, store, version, trainer)
     spans = [Span(start=0, end=CUT, layers=LAYERS), Span(start=CUT, end=LAYERS, layers=LAYERS)]
     stages: list[Stage] = [load_stage(path, span, device="cpu") for span in spans]
-    replicas = [
-        Replica(span, tied=tied, initial=stage.tensors(), store=store)
-        for span, stage in zip(spans, stages, strict=True)
-    ]
+    replicas = [Replica(stage.tensors(), store) for span, stage in zip(spans, stages, strict=True)]
     for replica, stage in zip(replicas, stages, strict=True):
         await bring(replica, release, store)
         replica.switch(version, stage)

@@ -7,8 +7,9 @@ callables given), no signature (releases come checked) and no engine but `apply`
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -17,18 +18,21 @@ from echo_p2p.net.blobs import blob_hash
 from echo_p2p.tensors import Bits, by_part
 from echo_p2p.weights.advance import Brought, advance
 from echo_p2p.weights.codec import content_hash
-from echo_p2p.weights.route import Route, Step, cheapest, step_of
+from echo_p2p.weights.route import Atlas, Route
 from echo_p2p.weights.staged import Changeable, StagedUpdates
 from echo_p2p.weights.store import Store
-from echo_protocols.release import Chunk, Release, parts_of
-from echo_protocols.values import PolicyVersion, Span
+from echo_protocols.release import Chunk, Release
+from echo_protocols.values import PolicyVersion
 
 log = logging.getLogger(__name__)
 
-MAX_WALK = 256
+RELEASES_MAX = 64
 """Releases that are looked at on the way back to something known."""
 
 PARTS_AT_ONCE = 4
+"""Parts that are brought to a new version at a time; the chunks of all are fetched at once."""
+
+PINS = "replica"
 _FETCH_ATTEMPTS = 2
 
 LookupRelease = Callable[[bytes], Awaitable[Release]]
@@ -53,26 +57,22 @@ class ReplicaStatistics:
 
 
 class Replica:
-    """One span's weights at the newest staged version, and the updates that the live stage hasn't applied yet.
+    """Some parts' weights at the newest staged version, and the updates that the live stage hasn't applied yet.
 
-    Takes over the arrays of `initial` (the stage's tensors) and replaces, never changes them. `version` names what
-    they are, if that is known.
+    Takes over the arrays of `initial` (the tensors of the stage, or of its adapter) and replaces, never changes them.
+    `version` names what they are, if that is known.
     """
 
     def __init__(
         self,
-        span: Span,
-        *,
-        tied: bool,
         initial: Mapping[str, Bits],
         store: Store,
+        *,
         version: PolicyVersion | None = None,
         prepare_timeout_s: float = 60.0,
     ) -> None:
-        self._parts = parts_of(span, tied=tied)
         self._shadow: dict[str, Mapping[str, Bits]] = {**by_part(initial)}
-        if set(self._shadow) != set(self._parts):
-            raise WeightsError(f"span {span} needs parts {self._parts}, the stage gave {tuple(self._shadow)}")
+        self._parts = tuple(self._shadow)
         self._store = store
         self._content: dict[str, bytes] = {}  # by part; empty until first needed
         self._version = version
@@ -101,7 +101,7 @@ class Replica:
     # -- the network's side ---------------------------------------------------------------------------------------
 
     async def stage(self, release: Release, lookup_release: LookupRelease, fetch: FetchChunk) -> None:
-        """Bring the span to the release's version and stage it. One at a time; a version that is staged is no error.
+        """Bring the parts to the release's version and stage it. One at a time; a version that is staged is no error.
 
         Raises WeightsError for a version that regressed or a release that contradicts itself, BaseMismatch if no way
         leads to the content it promises, CorruptChunk, or what the callables raise. Then nothing has changed.
@@ -109,19 +109,22 @@ class Replica:
         async with self._staging:
             if not self._is_news(release):
                 return
-            walked = [step_of(release)]
-            wanted = walked[0].results
+            atlas = Atlas(release)
+            wanted = atlas.wanted.results
             if missing := [part for part in self._parts if part not in wanted]:
                 raise WeightsError(f"release {release.version} lacks {missing[0]}, which this span needs")
             if not self._content:
                 self._content = await trio.to_thread.run_sync(_content_of, self._shadow)
-            routes = await self._plan(walked, lookup_release, {part: self._content[part] for part in self._parts})
-            brought = await self._bring_all(routes, wanted, fetch)
-            if failed := [part for part in self._parts if part not in brought]:
-                self._refuse_hopeless(release, [routes[part] for part in failed])
-                again = await self._plan(walked, lookup_release, dict.fromkeys(failed))
-                brought |= await self._bring_all(again, wanted, fetch)
-                self._refuse_hopeless(release, [again[part] for part in failed if part not in brought])
+            try:
+                routes = await self._plan(atlas, lookup_release, {part: self._content[part] for part in self._parts})
+                brought = await self._bring_all(routes, wanted, fetch)
+                if failed := [part for part in self._parts if part not in brought]:
+                    self._refuse_hopeless(release, [routes[part] for part in failed])
+                    again = await self._plan(atlas, lookup_release, dict.fromkeys(failed))
+                    brought |= await self._bring_all(again, wanted, fetch)
+                    self._refuse_hopeless(release, [again[part] for part in failed if part not in brought])
+            finally:
+                self._store.unpin(PINS)
             await self._commit(release, brought, wanted)
 
     def _is_news(self, release: Release) -> bool:
@@ -136,33 +139,48 @@ class Replica:
         return False
 
     async def _plan(
-        self, walked: list[Step], lookup_release: LookupRelease, have: Mapping[str, bytes | None]
+        self, atlas: Atlas, lookup_release: LookupRelease, have: Mapping[str, bytes | None]
     ) -> dict[str, Route]:
-        """A route for each part of `have`; walks back (and adds to `walked`) as long as that may be cheaper."""
-        routes: dict[str, Route] = {}
+        """The cheapest route for each part of `have`, over what is known and what may have to be looked up."""
         failure: EchoError | None = None
-        while True:
-            open_parts = []
-            for part, content in have.items():
-                route, further = cheapest(walked, part, content, self._cost_of)
-                if route is not None:
-                    routes[part] = route
-                if further < (route.cost if route else 2**62):
-                    open_parts.append(part)
-            parent_release = walked[-1].release.parent_release
-            if not open_parts or parent_release is None or len(walked) >= MAX_WALK or failure:
-                break
+        routes = self._routes(atlas, have)
+        if any(part not in routes or len(routes[part].chunks) > 1 for part in have):
+            snapshot = atlas.wanted.release.snapshot_release
             try:
-                parent = step_of(await lookup_release(parent_release))
-                if not walked[-1].follows(parent):
-                    raise WeightsError(f"release {walked[-1].release.version} names a parent that it does not follow")
-                walked.append(parent)
+                if snapshot is not None:
+                    await self._explore(atlas, lookup_release, have, atlas.add(await lookup_release(snapshot)).version)
             except EchoError as error:
                 failure = error
+            try:
+                if any(content is not None for content in have.values()):
+                    await self._explore(atlas, lookup_release, have, self._version)
+            except EchoError as error:
+                failure = error
+            routes = self._routes(atlas, have)
         if missing := [part for part in have if part not in routes]:
-            reason = failure or f"{len(walked)} releases were walked back"
-            raise WeightsError(f"no way leads to {missing[0]} of {walked[0].release.version}: {reason}") from failure
+            reason = failure or f"{len(atlas)} releases were looked at"
+            raise WeightsError(f"no way leads to {missing[0]} of {atlas.wanted.version}: {reason}") from failure
         return routes
+
+    async def _explore(
+        self,
+        atlas: Atlas,
+        lookup_release: LookupRelease,
+        have: Mapping[str, bytes | None],
+        floor: PolicyVersion | None,
+    ) -> None:
+        """Look up releases from the wanted one back to `floor`, as long as a way from there may be the cheapest."""
+        while (path := atlas.further_back(floor)) and len(atlas) < RELEASES_MAX:
+            routes = self._routes(atlas, have)
+            chunks = [way.chunks[part] for way in path for part in have if part in way.chunks]
+            known = len(routes) == len(have)
+            if known and sum(map(self._cost_of, chunks)) >= sum(route.cost for route in routes.values()):
+                return
+            atlas.add(await lookup_release(path[-1].sealed or b""), path[-1].base)
+
+    def _routes(self, atlas: Atlas, have: Mapping[str, bytes | None]) -> dict[str, Route]:
+        routes = {part: atlas.cheapest(part, content, self._cost_of) for part, content in have.items()}
+        return {part: route for part, route in routes.items() if route is not None}
 
     def _cost_of(self, chunk: Chunk) -> int:
         return 0 if chunk.hash in self._store else chunk.size_bytes
@@ -171,18 +189,14 @@ class Replica:
         self, routes: Mapping[str, Route], wanted: Mapping[str, bytes], fetch: FetchChunk
     ) -> dict[str, Brought]:
         """Each part at its new version, but those whose chunks lead elsewhere."""
+        self._store.pin(PINS, [chunk.hash for route in routes.values() for chunk in route.chunks])
         brought: dict[str, Brought] = {}
-        failures: list[EchoError] = []
         slots = trio.CapacityLimiter(PARTS_AT_ONCE)
 
         async def bring(part: str, route: Route) -> None:
+            spare = await self._fetch_all(route.chunks, fetch)
             async with slots:
-                try:
-                    blobs = [await self._blob(chunk, fetch) for chunk in route.chunks]
-                except EchoError as error:
-                    failures.append(error)
-                    nursery.cancel_scope.cancel()
-                    return
+                blobs = [spare.get(chunk.hash) or await self._blob(chunk, fetch) for chunk in route.chunks]
                 try:
                     old, result = self._shadow[part], wanted[part]
                     brought[part] = await trio.to_thread.run_sync(advance, old, route.chunks, blobs, result)
@@ -191,18 +205,30 @@ class Replica:
                     self._counts["mismatches"] += 1
                     log.warning("%s: %s; the snapshot is taken", part, error)
 
-        async with trio.open_nursery() as nursery:
-            for part, route in routes.items():
-                nursery.start_soon(bring, part, route)
-        if failures:
-            raise failures[0]
+        await _all_of(partial(bring, part, route) for part, route in routes.items())
         return brought
 
+    async def _fetch_all(self, chunks: Sequence[Chunk], fetch: FetchChunk) -> dict[bytes, bytes]:
+        """All chunks into the store, at once; those that it has no room for are returned, by hash."""
+        spare: dict[bytes, bytes] = {}
+
+        async def get(chunk: Chunk) -> None:
+            if chunk.hash in self._store:
+                self._counts["chunks_at_hand"] += 1
+                return
+            blob = await self._fetch(chunk, fetch)
+            if chunk.hash not in self._store:
+                spare[chunk.hash] = blob
+
+        await _all_of(partial(get, chunk) for chunk in chunks)
+        return spare
+
     async def _blob(self, chunk: Chunk, fetch: FetchChunk) -> bytes:
+        """From the store; again from the network if it went bad there."""
         held = await trio.to_thread.run_sync(self._store.get, chunk.hash)
-        if held is not None:
-            self._counts["chunks_at_hand"] += 1
-            return held
+        return await self._fetch(chunk, fetch) if held is None else held
+
+    async def _fetch(self, chunk: Chunk, fetch: FetchChunk) -> bytes:
         for _ in range(_FETCH_ATTEMPTS):
             try:
                 blob = await fetch(chunk)
@@ -252,3 +278,21 @@ class Replica:
 
 def _content_of(parts: Mapping[str, Mapping[str, Bits]]) -> dict[str, bytes]:
     return {part: content_hash(tensors) for part, tensors in parts.items()}
+
+
+async def _all_of(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
+    """Do all at once; the first EchoError ends the others and is raised."""
+    failures: list[EchoError] = []
+
+    async def guarded(work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except EchoError as error:
+            failures.append(error)
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for work in works:
+            nursery.start_soon(guarded, work)
+    if failures:
+        raise failures[0]

@@ -1,17 +1,15 @@
 """Which chunks lead from the weights at hand to the weights wanted, at the fewest bytes. Pure; knows no I/O.
 
-Releases are walked back, newest first. A part's way to the wanted version begins at a snapshot, or at what the peer
-has already, and goes on by patches.
+A part's way begins at a snapshot, or at what the peer has already, and goes on by patches of one version or of several.
+Only what is known of releases counts: `further_back` says which one to look up next.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from echo_p2p.errors import WeightsError
 from echo_protocols.release import Chunk, Chunks, Release, policy_hash
-
-NO_FURTHER = 2**63
-"""Cost of going where no way leads."""
+from echo_protocols.values import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,69 +24,137 @@ class Route:
         """Whether nothing of what is at hand is used."""
         return bool(self.chunks) and self.chunks[0].base is None
 
+    def then(self, chunk: Chunk, cost: int) -> "Route":
+        """One chunk further."""
+        return Route((*self.chunks, chunk), self.cost + cost)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Patches to a release from an earlier one, whose sealed release hashes to `sealed`."""
+
+    base: PolicyVersion
+    sealed: bytes | None
+    chunks: Mapping[str, Chunk]  # by part
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A release by part: its patch and snapshot chunks, and the content that both arrive at."""
+    """A release by part: the ways that lead to it, longest first, and the content that all arrive at."""
 
     release: Release
-    patch: Mapping[str, Chunk]
+    ways: tuple[Way, ...]
     snapshot: Mapping[str, Chunk]
     results: Mapping[str, bytes]
 
-    def follows(self, parent: "Step") -> bool:
-        """Whether the patches start from what `parent` arrives at."""
-        return self.release.parent == parent.release.version and all(
-            parent.results.get(part) == chunk.base for part, chunk in self.patch.items()
-        )
+    @property
+    def version(self) -> PolicyVersion:
+        """That of the release."""
+        return self.release.version
 
 
-def step_of(release: Release) -> Step:
-    """The release by part. Raises WeightsError if it contradicts itself."""
-    patch, snapshot = _by_part(release.patch), _by_part(release.snapshot)
-    patched, whole = _results(patch), _results(snapshot)
-    if len(patch) != len(release.patch) or len(snapshot) != len(release.snapshot):
-        raise WeightsError(f"release {release.version} lists a part twice")
-    if patched and whole and patched != whole:
-        raise WeightsError(f"patch and snapshot of release {release.version} arrive at different weights")
-    results = patched or whole
-    if policy_hash(results) != release.policy_hash:
-        raise WeightsError(f"the parts of release {release.version} do not add up to its policy hash")
-    return Step(release=release, patch=patch, snapshot=snapshot, results=results)
+class Atlas:
+    """The releases that are known on the way to one of them."""
 
+    def __init__(self, release: Release) -> None:
+        """Raises WeightsError if the release contradicts itself."""
+        self.wanted = _step_of(release)
+        self._steps = {release.version: self.wanted}
 
-def cheapest(
-    walked: Sequence[Step], part: str, have: bytes | None, cost_of: Callable[[Chunk], int]
-) -> tuple[Route | None, int]:
-    """The cheapest route over the releases walked so far (newest first, each the parent of the one before it).
+    def __contains__(self, version: PolicyVersion) -> bool:
+        return version in self._steps
 
-    `have` is the content at hand, None to use none of it. Also returns the least that any route from further back
-    would cost: once that is no less than the route's cost, walking on is pointless.
-    """
-    tail: tuple[Chunk, ...] = ()  # patches from the release under consideration to the newest
-    tail_cost = 0
-    best: Route | None = None
-    for step in walked:
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, version: PolicyVersion) -> Step:
+        return self._steps[version]
+
+    def add(self, release: Release, version: PolicyVersion | None = None) -> Step:
+        """Learn of a release, which was looked up as `version`'s. Raises WeightsError if it contradicts the others."""
+        step = _step_of(release)
+        if release.version != (version or release.version) or release.version > self.wanted.version:
+            raise WeightsError(f"release {release.version} stands where {version or 'an older one'} is called for")
+        for later in self._steps.values():
+            if any(way.base == step.version and not _starts_at(way, step) for way in later.ways):
+                raise WeightsError(f"release {later.version} names {step.version} as a base that it does not follow")
+        return self._steps.setdefault(step.version, step)
+
+    def cheapest(self, part: str, have: bytes | None, cost_of: Callable[[Chunk], int]) -> Route | None:
+        """The route of the fewest bytes to the wanted content of a part. `have` is that at hand, None to use none."""
+        routes: dict[PolicyVersion, Route] = {}
+        for version in sorted(self._steps):
+            options = list(self._options(self._steps[version], part, have, routes, cost_of))
+            if options:
+                routes[version] = min(options, key=lambda route: route.cost)
+        return routes.get(self.wanted.version)
+
+    def _options(
+        self,
+        step: Step,
+        part: str,
+        have: bytes | None,
+        routes: Mapping[PolicyVersion, Route],
+        cost_of: Callable[[Chunk], int],
+    ) -> Iterator[Route]:
         if have is not None and step.results.get(part) == have:
-            return _cheaper(best, Route(tail, tail_cost)), NO_FURTHER
-        snapshot = step.snapshot.get(part)
-        if snapshot is not None:
-            best = _cheaper(best, Route((snapshot, *tail), tail_cost + cost_of(snapshot)))
-        patch = step.patch.get(part)
-        if patch is None:
-            return best, NO_FURTHER
-        tail, tail_cost = (patch, *tail), tail_cost + cost_of(patch)
-        if have is not None and patch.base == have:
-            return _cheaper(best, Route(tail, tail_cost)), NO_FURTHER
-    return best, tail_cost
+            yield Route((), 0)
+        if part in step.snapshot:
+            chunk = step.snapshot[part]
+            yield Route((chunk,), cost_of(chunk))
+        for way in step.ways:
+            patch = way.chunks.get(part)
+            if patch is None:
+                continue
+            if have is not None and patch.base == have:
+                yield Route((patch,), cost_of(patch))
+            elif way.base in routes and self._steps[way.base].results[part] == patch.base:
+                yield routes[way.base].then(patch, cost_of(patch))
+
+    def further_back(self, floor: PolicyVersion | None) -> tuple[Way, ...]:
+        """The longest ways from the wanted release towards `floor` (None: as far as they go), the last one unknown.
+
+        Empty if the ways are known up to where they end.
+        """
+        path: list[Way] = []
+        step = self.wanted
+        while floor is None or step.version > floor:
+            way = next((way for way in step.ways if floor is None or way.base >= floor), None)
+            if way is None or way.sealed is None:
+                return ()
+            path.append(way)
+            if way.base not in self._steps:
+                return tuple(path)
+            step = self._steps[way.base]
+        return ()
 
 
-def _cheaper(left: Route | None, right: Route) -> Route:
-    return left if left is not None and left.cost <= right.cost else right
+def _step_of(release: Release) -> Step:
+    patches: list[tuple[PolicyVersion, bytes | None, Chunks]] = [
+        (skip.base, skip.base_release, skip.chunks) for skip in release.skips
+    ]
+    if release.parent is not None and release.patch:
+        patches.append((release.parent, release.parent_release, release.patch))
+    patches.sort(key=lambda patch: patch[0])
+    ways = tuple(Way(base, sealed, _by_part(release, chunks)) for base, sealed, chunks in patches)
+    snapshot = _by_part(release, release.snapshot)
+    results = [_results(chunks) for chunks in (*(way.chunks for way in ways), snapshot) if chunks]
+    if any(result != results[0] for result in results):
+        raise WeightsError(f"the chunks of release {release.version} arrive at different weights")
+    if policy_hash(results[0]) != release.policy_hash:
+        raise WeightsError(f"the parts of release {release.version} do not add up to its policy hash")
+    return Step(release=release, ways=ways, snapshot=snapshot, results=results[0])
 
 
-def _by_part(chunks: Chunks) -> dict[str, Chunk]:
-    return {chunk.part: chunk for chunk in chunks}
+def _starts_at(way: Way, step: Step) -> bool:
+    return all(step.results.get(part) == chunk.base for part, chunk in way.chunks.items())
+
+
+def _by_part(release: Release, chunks: Chunks) -> dict[str, Chunk]:
+    named = {chunk.part: chunk for chunk in chunks}
+    if len(named) != len(chunks):
+        raise WeightsError(f"release {release.version} lists a part twice")
+    return named
 
 
 def _results(chunks: Mapping[str, Chunk]) -> dict[str, bytes]:

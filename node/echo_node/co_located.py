@@ -90,7 +90,8 @@ async def _train(config: NodeConfig, places: Places) -> None:
             started = trio.current_time()
             batch = [await _answer(manifest, learner, driver, peer, slot) for slot in _slots(manifest, learner)]
             waited_s = trio.current_time() - started
-            record, release = await trio.to_thread.run_sync(learner.learn, batch, waited_s)
+            learned = await trio.to_thread.run_sync(learner.learn, batch, waited_s)
+            record, release = await trio.to_thread.run_sync(learner.publish, learned)
             _keep(store, publisher, release)
             await driver.switch(learner.version, _SWITCH_TIMEOUT_S)
             log.info("step %d: reward %.3f", record.step, record.reward_mean)

@@ -14,7 +14,7 @@ from echo_node.board import Board
 from echo_node.buffer_gather import BufferGather
 from echo_node.gather import Gather
 from echo_node.herald import Herald
-from echo_node.learner import Learner
+from echo_node.learner import Learned, Learner
 from echo_node.learning import StepRecord
 from echo_node.standing import Standing
 from echo_node.state import TrainerView
@@ -44,9 +44,12 @@ class Course:
         self._lags: Counter[int] = Counter()
         self._rollouts: Counter[str] = Counter()
         self._lag_bound = run.manifest.max_lag
+        self._version = learner.version
         self._policy_hash = ""
         self._model_bytes = 0
         self._done = False
+        self._published = trio.Event()  # whether the newest step is
+        self._published.set()
         for record in self._past:
             self._count(record)
 
@@ -65,35 +68,50 @@ class Course:
         release = await trio.to_thread.run_sync(learner.first_release)
         self._policy_hash, self._model_bytes = release.policy_hash.hex(), release.model_bytes
         await self.herald.announce(release)
-        self._board.presence.figures = lambda: {"version": learner.version}
+        self._board.presence.figures = lambda: {"version": self._version}
         log.info("policy version %s is out; waiting for rollouts", learner.version)
         nursery.start_soon(self.gather.run)
-        while steps is None or learner.version.step < steps:
-            await self._step()
+        async with trio.open_nursery() as publishing:
+            while steps is None or learner.version.step < steps:
+                await self._step(publishing)
         self._done = True
         log.info("%d steps are done", learner.version.step)
 
-    async def _step(self) -> None:
-        learner = self._learner
+    async def _step(self, publishing: trio.Nursery) -> None:
+        """Gather and learn; the release is made while the next step goes on."""
         started = trio.current_time()
         batch = await self.gather.next_batch()
         waited_s = trio.current_time() - started
-        record, release = await trio.to_thread.run_sync(learner.learn, batch, waited_s)
-        await self.herald.announce(release)
+        learned = await trio.to_thread.run_sync(self._learner.learn, batch, waited_s)
+        await self._published.wait()  # one release at a time: each holds a copy of the weights
+        self._published = trio.Event()
+        publishing.start_soon(self._publish, learned, self._published)
+        if self._learner.checkpoint_due:
+            await self.checkpoint()
+
+    async def _publish(self, learned: Learned, published: trio.Event) -> None:
+        try:
+            with trio.CancelScope(shield=True):  # a step that a checkpoint may hold is in the log
+                record, release = await trio.to_thread.run_sync(self._learner.publish, learned)
+            await self.herald.announce(release)
+        finally:
+            published.set()
+        self._version = release.version
         self._past = [*self._past[1 - _HISTORY :], record]
         self._policy_hash = record.policy_hash
         self._count(record)
         self._coordinate(record)
         log.info(
             "step %d: reward %.3f, lag up to %d, release %d bytes, waited %.1f s",
-            record.step, record.reward_mean, max(group.lag for group in record.groups), record.release_bytes, waited_s,
+            record.step, record.reward_mean, max(group.lag for group in record.groups), record.release_bytes,
+            record.waited_s,
         )  # fmt: skip
-        if learner.checkpoint_due:
-            await self.checkpoint()
 
     async def checkpoint(self) -> None:
         """Make everything up to the last step durable; only then is what it was trained on forgotten."""
-        step = await trio.to_thread.run_sync(self._learner.save)
+        await trio.to_thread.run_sync(self._learner.save)
+        await self._published.wait()
+        step = await trio.to_thread.run_sync(self._learner.keep)
         if self._buffer is not None:
             await trio.to_thread.run_sync(self._buffer.commit, step)
 
@@ -123,8 +141,8 @@ class Course:
         learner, past = self._learner, self._past
         trained = sum(self._lags.values())
         return TrainerView(
-            step=learner.version.step,
-            version=str(learner.version),
+            step=self._version.step,
+            version=str(self._version),
             reward_history=tuple(record.reward_mean for record in past),
             lag_histogram=dict(sorted(self._lags.items())),
             lag_mean=sum(lag * count for lag, count in self._lags.items()) / trained if trained else 0.0,

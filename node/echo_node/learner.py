@@ -5,17 +5,18 @@ Both the swarm's trainer and the co-located baseline drive one of these from a w
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from echo_node.learning import Graded, RunLog, StepRecord, record_step, trained_groups, update
+from echo_node.learning import Graded, RunLog, StepRecord, TrainedGroup, record_step, trained_groups, update
 from echo_node.places import write_whole
 from echo_node.prompts import Prompts
 from echo_p2p.config import TrainerConfig
 from echo_p2p.errors import TrainerError
-from echo_p2p.rl.trainer import Trainer
+from echo_p2p.rl.trainer import StepReport, Trainer
 from echo_p2p.tensors import Bits
 from echo_p2p.weights.publish import Publisher
 from echo_protocols.release import Release
@@ -34,6 +35,20 @@ class _Progress(Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     checkpoint: str
     epochs: dict[int, PolicyVersion]
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A step that is done and still has to be published."""
+
+    before: PolicyVersion
+    after: PolicyVersion
+    groups: tuple[TrainedGroup, ...]
+    report: StepReport
+    weights: Mapping[str, Bits]
+    waited_s: float
+    step_s: float
+    idle_share: float
 
 
 class Learner:
@@ -59,7 +74,9 @@ class Learner:
         self._busy_s = self._waited_s = 0.0
         self._learned = 0
         self._saved = -1
+        self._unkept: PolicyVersion | None = None
         self._sound = True
+        self._unpublished = False
         self._resume()
 
     @property
@@ -81,30 +98,40 @@ class Learner:
         """The policy as bf16 bits."""
         return self._engine.weights()
 
-    def learn(self, batch: Sequence[Graded], waited_s: float) -> tuple[StepRecord, Release]:
-        """One step: update, release (still to be sealed), log. Raises TrainerError."""
+    def learn(self, batch: Sequence[Graded], waited_s: float) -> Learned:
+        """One step: the engine's update, and a copy of the weights that it led to. Raises TrainerError."""
         before, self._sound = self.version, False  # whatever fails now may leave the engine ahead of the version
         groups = trained_groups(batch, self.lineage, before)
         report, step_s = update(self._engine, self.prompts, batch)
-        after = PolicyVersion(epoch=before.epoch, step=before.step + 1)
-        figures = {name: float(report.figures[name]) for name in ("loss", "k3_kl", "ess") if name in report.figures}
-        release = self._publisher.publish(after, self._engine.weights(), figures=figures)
-        self.version = after
+        weights = self._engine.weights()
+        self.version = PolicyVersion(epoch=before.epoch, step=before.step + 1)
         self._busy_s += step_s
         if self._learned:  # the wait for the first batch is the swarm starting up
             self._waited_s += waited_s
         self._learned += 1
+        self._sound = True
+        return Learned(before, self.version, groups, report, weights, waited_s, step_s, self.idle_share)
+
+    def publish(self, learned: Learned) -> tuple[StepRecord, Release]:
+        """Release a step (still to be sealed) and log it; the next one may be learned meanwhile. In the steps' order.
+
+        Raises WeightsError.
+        """
+        given = learned.report.figures
+        figures = {name: float(given[name]) for name in ("loss", "k3_kl", "ess") if name in given}
+        self._unpublished = True
+        release = self._publisher.publish(learned.after, learned.weights, figures=figures)
         record = record_step(
             self.log,
-            version=before,
-            groups=groups,
-            report=report,
+            version=learned.before,
+            groups=learned.groups,
+            report=learned.report,
             release=release,
-            waited_s=waited_s,
-            step_s=step_s,
-            idle_share=self.idle_share,
+            waited_s=learned.waited_s,
+            step_s=learned.step_s,
+            idle_share=learned.idle_share,
         )
-        self._sound = True
+        self._unpublished = False
         return record, release
 
     @property
@@ -112,31 +139,36 @@ class Learner:
         """Whether enough steps have gone since the last checkpoint."""
         return self.version.step - max(self._saved, 0) >= self._config.checkpoint_every
 
-    def save(self) -> int:
-        """Write a checkpoint, durable on return; the step that the newest one holds.
+    def save(self) -> None:
+        """Write a checkpoint, which a restart resumes from only after `keep`. None after a step that failed."""
+        if self._saved != self.version.step and self._sound:
+            self._engine.save(self._checkpoints / str(self.version))
+            self._unkept = self.version
 
-        After a step that failed, what was saved before stays the newest.
+    def keep(self) -> int:
+        """Make the checkpoint that was saved last the newest, durable on return; the step of the newest.
+
+        Call it when its step is published: one that could not be is not resumed from.
         """
-        if self._saved == self.version.step or not self._sound:
+        if self._unkept is None or self._unpublished:
             return self._saved
-        name = str(self.version)
-        self._engine.save(self._checkpoints / name)
-        self._note_progress(name)
-        self._saved = self.version.step
+        name = str(self._unkept)
+        self._note_progress(self._unkept, name)
+        self._saved, self._unkept = self._unkept.step, None
         others = [path for path in self._checkpoints.iterdir() if path.name != name]
         others.sort(key=lambda path: path.stat().st_mtime)
         for path in others[: 1 - _CHECKPOINTS_KEPT]:
             shutil.rmtree(path, ignore_errors=True)
         return self._saved
 
-    def _note_progress(self, checkpoint: str) -> None:
-        progress = _Progress(version=self.version, checkpoint=checkpoint, epochs=dict(self.lineage.epochs))
+    def _note_progress(self, version: PolicyVersion, checkpoint: str) -> None:
+        progress = _Progress(version=version, checkpoint=checkpoint, epochs=dict(self.lineage.epochs))
         write_whole(self._folder / "progress.json", msgspec.json.encode(progress))
 
     def _resume(self) -> None:
         path = self._folder / "progress.json"
         if not path.exists():
-            self._note_progress("")
+            self._note_progress(self.version, "")
             return
         try:
             progress = msgspec.json.decode(path.read_bytes(), type=_Progress)
@@ -148,5 +180,5 @@ class Learner:
         self.continues = progress.version
         self.version = PolicyVersion(epoch=progress.version.epoch + 1, step=progress.version.step)
         self.lineage.open_epoch(self.version.epoch, progress.version)
-        self._note_progress(progress.checkpoint)  # before anybody hears of the new epoch
+        self._note_progress(self.version, progress.checkpoint)  # before anybody hears of the new epoch
         self._saved = progress.version.step

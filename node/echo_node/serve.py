@@ -24,7 +24,6 @@ from echo_p2p.chain.driver import open_chain
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.ring import Ring, opening_fault
 from echo_p2p.chain.server import ChainServer
-from echo_p2p.chain.shape import model_shape
 from echo_p2p.chain.stage import Stage
 from echo_p2p.chain.torch_stage import load_stage
 from echo_p2p.errors import ChainError
@@ -134,9 +133,8 @@ class Service:
         self._host, self._rate = None, _Rate()
         self._view = InferenceView(span=str(assignment.span), chain=peers, head=head, activity="fetching")
         stage = await self._load(assignment.span)
-        tied = model_shape(self._prompts.model_path).tied
         initial = await trio.to_thread.run_sync(stage.tensors)
-        replica = Replica(assignment.span, tied=tied, initial=initial, store=self._store)
+        replica = Replica(initial, self._store)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._feed.keep_staged, replica)
             version = await replica.newer_than(None)

@@ -32,11 +32,21 @@ class Chunk(Struct, frozen=True, kw_only=True, array_like=True):
 Chunks = Annotated[tuple[Chunk, ...], Meta(max_length=4096)]
 
 
+class Skip(Struct, frozen=True, kw_only=True, array_like=True):
+    """A patch over several versions: from `base`, whose sealed release hashes to `base_release`."""
+
+    base: PolicyVersion
+    base_release: Hash
+    chunks: Annotated[tuple[Chunk, ...], Meta(min_length=1, max_length=4096)]
+
+
 class Release(Struct, frozen=True, kw_only=True):
     """One policy version, and how to get there.
 
-    `patch` leads from `parent` to `version`; `snapshot` holds the version whole (either may be empty, not both).
-    `parent_release` and `snapshot_release` are hashes of sealed releases, so that a peer that was away can walk back.
+    `patch` leads from `parent` to `version`, each of `skips` from a version before that; `snapshot` holds the version
+    whole. There is a patch or a snapshot. `parent_release`, `base_release` of a skip and `snapshot_release` (of the
+    newest release before this one that has a snapshot) are hashes of sealed releases, so that a peer that was away can
+    find its way.
     The first release of a new epoch names in `continues` the version whose weights and step it goes on from.
     `figures` sum up the step, for people; they may be NaN.
     """
@@ -48,6 +58,7 @@ class Release(Struct, frozen=True, kw_only=True):
     continues: PolicyVersion | None = None
     policy_hash: Hash
     patch: Chunks = ()
+    skips: Annotated[tuple[Skip, ...], Meta(max_length=8)] = ()
     snapshot: Chunks = ()
     model_bytes: Count
     figures: Annotated[dict[Name, float], Meta(max_length=64)] = {}
@@ -57,8 +68,13 @@ class Release(Struct, frozen=True, kw_only=True):
             raise ValueError("a release has a patch or a snapshot")
         if self.patch and (self.parent is None or self.parent >= self.version):
             raise ValueError("a patch needs an older parent")
-        if any(chunk.base is None for chunk in self.patch) or any(chunk.base is not None for chunk in self.snapshot):
-            raise ValueError("chunks of a patch have a base, those of a snapshot have none")
+        skipped = [chunk for skip in self.skips for chunk in skip.chunks]
+        if any(chunk.base is None for chunk in (*self.patch, *skipped)):
+            raise ValueError("chunks of a patch have a base")
+        if any(chunk.base is not None for chunk in self.snapshot):
+            raise ValueError("chunks of a snapshot have no base")
+        if self.skips and (self.parent is None or any(skip.base >= self.parent for skip in self.skips)):
+            raise ValueError("a skip leads from a version before the parent")
         continued = self.continues
         if continued and (continued.epoch >= self.version.epoch or continued.step != self.version.step):
             raise ValueError(f"epoch {self.version.epoch} can't continue from {continued} at step {self.version.step}")

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo_protocols import envelope, hop, keys
 from echo_protocols.peer import Capacity, Plan, RoleRecord, Stop
-from echo_protocols.release import Chunk, Release, policy_hash
+from echo_protocols.release import Chunk, Release, Skip, policy_hash
 from echo_protocols.rollout import LargeRollout, RolloutGroup, Sample, Segment, Slot
 from echo_protocols.run import Admission, RunManifest, Sampling, TaskSpec
 from echo_protocols.sync import LatestRelease, PullReply, PullRequest
@@ -94,6 +94,8 @@ def _group(slot: Slot | None) -> RolloutGroup:
 def _release() -> Release:
     patch = Chunk(part="layer.0", hash=b"p" * 32, size_bytes=1234, base=b"b" * 32, result=b"r" * 32)
     whole = Chunk(part="layer.0", hash=b"w" * 32, size_bytes=99_999, base=None, result=b"r" * 32)
+    skipped = Chunk(part="layer.0", hash=b"s" * 32, size_bytes=2345, base=b"a" * 32, result=b"r" * 32)
+    skip = Skip(base=PolicyVersion(epoch=1, step=39), base_release=b"o" * 32, chunks=(skipped,))
     return Release(
         version=PolicyVersion(epoch=1, step=43),
         parent=_V1,
@@ -101,6 +103,7 @@ def _release() -> Release:
         snapshot_release=None,
         policy_hash=policy_hash({"layer.0": b"r" * 32}),
         patch=(patch,),
+        skips=(skip,),
         snapshot=(whole,),
         model_bytes=123_456,
         figures={"loss": -0.25, "ess": 0.5},
