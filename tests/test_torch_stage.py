@@ -150,9 +150,9 @@ def test_updates_in_place_equal_a_fresh_load_of_the_updated_model(folder: Path, 
 
     stages = chain(path, (0, 1, 3, 4))
     for stage in stages:
-        places = {name: parameter.data_ptr() for name, parameter in stage._parameters.items()}
+        places = {name: parameter.data_ptr() for name, parameter in stage._model.named_parameters()}
         stage.apply({name: update for name, update in kinds.items() if name in stage.tensors()})
-        assert places == {name: parameter.data_ptr() for name, parameter in stage._parameters.items()}
+        assert places == {name: parameter.data_ptr() for name, parameter in stage._model.named_parameters()}
 
     assert same(generate(stages), generate(chain(updated, (0, 4))))
 

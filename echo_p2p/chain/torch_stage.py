@@ -28,11 +28,14 @@ from transformers.cache_utils import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from echo_p2p.chain.adapters import adapted
 from echo_p2p.chain.lanes import Lane, Lanes
-from echo_p2p.chain.live_weights import live_parameters, read_bits, write_bits
+from echo_p2p.chain.layouts import experts_apart
+from echo_p2p.chain.live_weights import LiveWeights, TorchWeights, live_parameters, shapes_of
 from echo_p2p.chain.shape import span_tensors, tensor_entries
 from echo_p2p.chain.stage import Bits, TensorUpdate
 from echo_p2p.errors import ChainError, ModelError
+from echo_protocols.adapter import AdapterSpec
 from echo_protocols.values import Span
 
 logger = logging.getLogger(__name__)
@@ -74,7 +77,9 @@ class TorchStage:
         self.span = span
         self._model = model
         self._lanes = Lanes(lambda: _LaneCache(model.config, span), most=max_lanes, longest=max_length)
-        self._parameters = live_parameters(model, dtype)
+        live = live_parameters(model, dtype)
+        self._base = TorchWeights(live, experts_apart(shapes_of(live), model.config.model_type))
+        self._weights: LiveWeights = self._base
         self._device: torch.device = model.device
         version = torch.__version__.split("+")[0]
         self.engine = f"torch-{version}-{self._device.type}-{str(dtype).removeprefix('torch.')}"
@@ -106,12 +111,22 @@ class TorchStage:
         self._lanes.close(lane)
 
     def tensors(self) -> Mapping[str, Bits]:
-        """The span's tensors by global Hugging Face name, as bf16 bits (copies)."""
-        return read_bits(self._parameters)
+        """The span's tensors by global name, as bf16 bits (copies); once it is adapted, the adapter's."""
+        return self._weights.tensors()
 
     def apply(self, updates: Mapping[str, TensorUpdate]) -> None:
         """Write bf16 values into the live weights; lanes keep their KV. Raises WeightsError before anything changes."""
-        write_bits(self._parameters, updates)
+        self._weights.apply(updates)
+
+    def adapt(self, spec: AdapterSpec, *, merged: bool) -> None:
+        """From now on the tensors are an adapter's, at first zero, and the base stays as it is.
+
+        `merged` makes a step as fast as without one and a switch slower. Raises ModelError if the span has no such
+        modules, or has one already.
+        """
+        if self._weights is not self._base:
+            raise ModelError(f"span {self.span} has an adapter already: load the stage anew for another one")
+        self._weights = adapted(self._model, self._base, spec, merged=merged)
 
     def _compute(
         self, state: "Lane[_LaneCache]", inputs: NDArray[np.int32] | NDArray[np.float32]
