@@ -163,7 +163,7 @@ class VerlTrainer:
         parameters, _ = self._engine.get_per_tensor_param()
         with torch.no_grad():
             return {
-                name: value.to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy().view(np.uint16).copy()
+                name: value.to(torch.bfloat16, copy=True).contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
                 for name, value in parameters
                 if name not in self._aliases
             }
