@@ -230,14 +230,15 @@ def test_a_bf16_matrix_is_the_exact_sum_rounded_once() -> None:
 
 
 def test_modules_fused_into_others_take_an_adapter_merged_only() -> None:
-    root = torch.nn.ModuleDict({"qkv_proj": torch.nn.Linear(4, 6, bias=False)})
+    linears = {"o_proj": torch.nn.Linear(4, 4, bias=False), "qkv_proj": torch.nn.Linear(4, 6, bias=False)}
+    root = torch.nn.ModuleDict(linears)
     whole = Place.whole("qkv_proj.weight", (6, 4))
-    base = TorchWeights(
-        dict(root.named_parameters()), {"q_proj.weight": whole.rows(0, 4), "k.weight": whole.rows(4, 2)}
-    )
+    layout = {"q_proj.weight": whole.rows(0, 4), "k.weight": whole.rows(4, 2)}
+    base = TorchWeights(dict(root.named_parameters()), same_layout({"o_proj.weight": (4, 4)}) | layout)
     MergedAdapter(base, AdapterSpec(targets=("q_proj",)))
     with pytest.raises(ModelError, match="merge the adapter"):
-        SeparateAdapter(root, base, AdapterSpec(targets=("q_proj",)))
+        SeparateAdapter(root, base, AdapterSpec(targets=("o_proj", "q_proj")))
+    assert not linears["o_proj"]._forward_hooks  # all or nothing
 
 
 def bf16(values: list[list[int]]) -> TensorUpdate:

@@ -215,3 +215,23 @@ def test_packed_experts_are_published_apart_unless_checkpoints_pack_them() -> No
     check_layout(apart, live)
     assert len(apart) == 6
     assert apart["model.layers.0.mlp.experts.1.up_proj.weight"].offset == 8 * 4 + 4 * 4
+
+
+def test_every_bit_pattern_of_a_bf16_policy_is_held_in_float32() -> None:
+    bits = np.arange(2**16, dtype=np.uint16)  # NaNs of all payloads among them
+    for update in (TensorUpdate(None, bits), TensorUpdate(np.arange(2**16), bits)):
+        weights = TorchWeights({"w": torch.zeros(2**16)}, same_layout({"w": (2**16,)}))
+        weights.apply({"w": update})
+        assert np.array_equal(weights.tensors()["w"], bits)
+
+
+def test_whatever_memory_an_update_lies_in_it_is_taken_whole_or_refused_whole() -> None:
+    live = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    weights = TorchWeights(live, same_layout({"a": (4,), "b": (4,)}))
+    ones, backwards = np.full(4, 0x3F80, np.uint16), np.array([0, 0, 0, 0x3F80], np.uint16)[::-1]
+    weights.apply({"b": TensorUpdate(None, backwards)})
+    assert live["b"].tolist() == [1.0, 0.0, 0.0, 0.0]
+    for index in (np.array([0.0, 1.0]), np.array([True, True]), np.array([0, 1], np.uint64)):
+        with pytest.raises(WeightsError):
+            weights.apply({"a": TensorUpdate(None, ones), "b": TensorUpdate(index, ones[:2])})  # type: ignore[arg-type]
+        assert not live["a"].any()

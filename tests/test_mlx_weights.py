@@ -94,9 +94,27 @@ def test_modules_that_can_not_be_written_to_are_refused() -> None:
         MlxWeights(block)
     live_arrays(block, mx.float32)
     MlxWeights(block)
+    both = Block()
+    both.norm.weight = block.norm.weight
+    twins = nn.Module()
+    twins.one, twins.other = block, both
+    with pytest.raises(WeightsError, match="are one"):
+        MlxWeights(twins)
+    live_arrays(twins, mx.float32)
+    MlxWeights(twins)
     block.norm.weight = block.norm.weight.astype(mx.float16)
     with pytest.raises(WeightsError, match="bf16"):
         MlxWeights(block)
+
+
+def test_live_arrays_are_nobody_elses() -> None:
+    block = Block()
+    mine = mx.ones((12, 8)).astype(mx.bfloat16)
+    block.qkv_proj.weight = mine
+    live_arrays(block, mx.bfloat16)
+    weights = MlxWeights(block)
+    weights.apply({"qkv_proj.weight": TensorUpdate(np.array([0]), np.array([0], np.uint16))})
+    assert mx.array_equal(mine, mx.ones((12, 8)))
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])

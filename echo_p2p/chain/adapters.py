@@ -35,7 +35,7 @@ class _Factors:
 
 
 class MergedAdapter:
-    """The matrices of the live weights are base + scale · B · A, rounded once. Satisfies `LiveWeights`.
+    """The matrices of the live weights are base + scale · B · A, in their own precision. Satisfies `LiveWeights`.
 
     Costs nothing in a step, and a bf16 copy of the base's adapted matrices. A matrix is computed anew from the base
     when its A or B changes, in float32, so that nothing adds up; with B = 0 it is the base bit for bit.
@@ -77,10 +77,9 @@ class SeparateAdapter:
     """
 
     def __init__(self, root: nn.Module, base: TorchWeights, spec: AdapterSpec) -> None:
-        factors: dict[str, _Factors] = {}
-        for module in _adapted(spec, base):
-            linear = _linear(root, module)
-            factors[module] = _factors(linear.weight, spec.rank, dtype=linear.weight.dtype)
+        linears = {module: _linear(root, module) for module in _adapted(spec, base)}
+        factors = {module: _factors(own.weight, spec.rank, dtype=own.weight.dtype) for module, own in linears.items()}
+        for module, linear in linears.items():
             linear.register_forward_hook(_adding(factors[module], spec.scale))
         self._weights = _weights_of(factors)
 
@@ -109,7 +108,9 @@ def _linear(root: nn.Module, module: str) -> nn.Linear:
     except AttributeError:
         found = None
     if not isinstance(found, nn.Linear):
-        raise ModelError(f"{module} is fused into another module, so no adapter can stand beside it: merge the adapter")
+        raise ModelError(
+            f"{module} is no linear module of its own; no adapter can stand beside it: merge the adapter"
+        )
     return found
 
 

@@ -142,7 +142,7 @@ def check_update(layout: Layout, name: str, update: TensorUpdate, bits: Unsigned
     index, values, shape = update.index, update.values, layout[name].shape
     if index is None:
         fits = values.shape == shape
-    elif index.ndim == 1 and values.shape == index.shape:
+    elif index.ndim == 1 and values.shape == index.shape and index.dtype == np.int64:
         fits = not index.size or bool(index.min() >= 0 and index.max() < prod(shape))
     else:
         fits = False

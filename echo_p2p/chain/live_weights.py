@@ -68,8 +68,12 @@ class TorchWeights:
                 self._write(name, update)
 
     def _read(self, name: str) -> Bits:
-        values = self.view(name).to(self._policy, copy=True, memory_format=torch.contiguous_format)
-        bits: Bits = values.view(self._signed).cpu().numpy().view(self._bits)
+        live = self.view(name)
+        if self._policy == torch.bfloat16 and live.dtype == torch.float32:  # its upper half, NaN or not
+            values = (live.view(torch.int32) >> 16).to(torch.int16)
+        else:
+            values = live.to(self._policy, copy=True, memory_format=torch.contiguous_format).view(self._signed)
+        bits: Bits = values.contiguous().cpu().numpy().view(self._bits)
         return bits
 
     def _write(self, name: str, update: TensorUpdate) -> None:
@@ -107,5 +111,6 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
 
 
 def _shared(array: np.ndarray[Shape, np.dtype[np.generic]]) -> torch.Tensor:
-    """The array's own memory; a copy only of what may not be written to, which torch has no tensors of."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    """The array's own memory; a copy of what torch has no tensors of: what is read-only, or runs backwards."""
+    fits = array.flags.writeable and min(array.strides, default=0) >= 0
+    return torch.from_numpy(array if fits else array.copy())

@@ -21,8 +21,8 @@ _HALF, _SINGLE = np.dtype(np.uint16), np.dtype(np.uint32)
 
 
 def live_arrays(module: nn.Module, dtype: mx.Dtype) -> None:
-    """Make a loaded module's weights a policy: rounded to bf16, held in `dtype`, contiguous and computed."""
-    module.update(tree_map(lambda a: mx.contiguous(a.astype(mx.bfloat16).astype(dtype)), module.parameters()))
+    """Make a loaded module's weights a policy: rounded to bf16, held in `dtype`, computed, and nobody else's memory."""
+    module.update(tree_map(lambda a: mx.array(mx.contiguous(a.astype(mx.bfloat16).astype(dtype))), module.parameters()))
     mx.eval(module.parameters())
 
 
@@ -50,7 +50,8 @@ class MlxWeights:
         shapes = {name: tuple(array.shape) for name, array in _arrays(module).items()}
         self.layout = stacked_experts(shapes) if layout is None else layout
         check_layout(self.layout, shapes)
-        self._flat()
+        if len({memory.ctypes.data for memory in self._flat().values()}) < len(shapes):
+            raise WeightsError("two of the module's arrays are one: pass it to live_arrays first")
 
     def tensors(self) -> dict[str, Bits]:
         """Copies of the published tensors."""

@@ -79,19 +79,22 @@ class Course:
 
     async def _step(self, publishing: trio.Nursery) -> None:
         """Gather and learn; the release is made while the next step goes on."""
+        if self._buffer is None:
+            await self._published.wait()  # who is asked for rollouts of a version must be able to get it
         started = trio.current_time()
         batch = await self.gather.next_batch()
         waited_s = trio.current_time() - started
-        learned = await trio.to_thread.run_sync(self._learner.learn, batch, waited_s)
-        await self._published.wait()  # one release at a time: each holds a copy of the weights
-        self._published = trio.Event()
-        publishing.start_soon(self._publish, learned, self._published)
+        with trio.CancelScope(shield=True):  # a step that was learned is released and logged
+            learned = await trio.to_thread.run_sync(self._learner.learn, batch, waited_s)
+            await self._published.wait()  # one release at a time: each holds a copy of the weights
+            self._published = trio.Event()
+            publishing.start_soon(self._publish, learned, self._published)
         if self._learner.checkpoint_due:
             await self.checkpoint()
 
     async def _publish(self, learned: Learned, published: trio.Event) -> None:
         try:
-            with trio.CancelScope(shield=True):  # a step that a checkpoint may hold is in the log
+            with trio.CancelScope(shield=True):
                 record, release = await trio.to_thread.run_sync(self._learner.publish, learned)
             await self.herald.announce(release)
         finally:

@@ -29,8 +29,9 @@ class Herald:
         """Seal a release and tell the swarm; who misses the gossip hears of it from the records."""
         presence = self._presence
         sealed = presence.sealer.seal(RELEASE, self._run.run_id, release, time.time())
-        hash = await trio.to_thread.run_sync(self._store.put, sealed)
-        self._publisher.sealed(hash)
+        with trio.CancelScope(shield=True):  # the next release can only be made of one that is sealed
+            hash = await trio.to_thread.run_sync(self._store.put, sealed)
+            self._publisher.sealed(hash)
         presence.swarm.latest = LatestRelease(version=release.version, release=hash, size_bytes=len(sealed))
         self._news.set()
         if len(sealed) <= GOSSIP_MAX_BYTES:

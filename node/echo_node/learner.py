@@ -76,8 +76,8 @@ class Learner:
         self._saved = -1
         self._unkept: PolicyVersion | None = None
         self._sound = True
-        self._unpublished = False
         self._resume()
+        self._published = self.version.step  # and in the log
 
     @property
     def resumed(self) -> bool:
@@ -113,13 +113,14 @@ class Learner:
         return Learned(before, self.version, groups, report, weights, waited_s, step_s, self.idle_share)
 
     def publish(self, learned: Learned) -> tuple[StepRecord, Release]:
-        """Release a step (still to be sealed) and log it; the next one may be learned meanwhile. In the steps' order.
+        """Release a step (still to be sealed) and log it; the next one may be learned meanwhile.
 
-        Raises WeightsError.
+        Raises WeightsError, and TrainerError if the step before was not published.
         """
+        if learned.before.step != self._published:
+            raise TrainerError(f"step {learned.after.step} can't be released: {self._published} is the last that was")
         given = learned.report.figures
         figures = {name: float(given[name]) for name in ("loss", "k3_kl", "ess") if name in given}
-        self._unpublished = True
         release = self._publisher.publish(learned.after, learned.weights, figures=figures)
         record = record_step(
             self.log,
@@ -131,7 +132,7 @@ class Learner:
             step_s=learned.step_s,
             idle_share=learned.idle_share,
         )
-        self._unpublished = False
+        self._published = learned.after.step
         return record, release
 
     @property
@@ -141,16 +142,16 @@ class Learner:
 
     def save(self) -> None:
         """Write a checkpoint, which a restart resumes from only after `keep`. None after a step that failed."""
-        if self._saved != self.version.step and self._sound:
+        if self._saved != self.version.step and self._unkept != self.version and self._sound:
             self._engine.save(self._checkpoints / str(self.version))
             self._unkept = self.version
 
     def keep(self) -> int:
         """Make the checkpoint that was saved last the newest, durable on return; the step of the newest.
 
-        Call it when its step is published: one that could not be is not resumed from.
+        No restart resumes from a step that was not published: until it is, the one before stays.
         """
-        if self._unkept is None or self._unpublished:
+        if self._unkept is None or self._unkept.step > self._published:
             return self._saved
         name = str(self._unkept)
         self._note_progress(self._unkept, name)
