@@ -429,5 +429,5 @@ def test_release_without_sense_is_malformed():
         {**patch, "skips": (skip(1, bytes(32)),)},
         {"snapshot": (chunk(None),), "parent": None, "skips": (skip(0, bytes(32)),)},
     ):
-        with pytest.raises(ValueError, match=r"patch|continue|base|skip"):
+        with pytest.raises(ValueError, match=r"patch|continue|base|skip|older"):
             release(**bad)

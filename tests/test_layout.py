@@ -21,6 +21,7 @@ HOMES = {
     "libp2p": {"echo_p2p.net.gossip"},
     "hivemind": {"echo_p2p.net.hive", "echo_p2p.rl.average"},
     "transformers": {"echo_p2p.chain.torch_stage", "echo_p2p.models", "echo_p2p.models.warm_start"},
+    "numba": {"echo_p2p.kernels"},
     "mlx": {"echo_p2p.chain.mlx_stage", "echo_p2p.chain.mlx_weights"},
     "mlx_lm": {"echo_p2p.chain.mlx_stage"},
     "vllm": {"echo_p2p.chain.vllm_engine"},
@@ -33,14 +34,14 @@ HOMES = {
 PROTOCOLS_MAY_IMPORT = {"echo_protocols", "msgspec", "cryptography"}
 NO_SIDE_EFFECTS = {"socket", "time", "asyncio", "threading", "subprocess", "os", "random", "secrets"}
 
-RANKS = {"errors": 0, "config": 0, "identity": 0, "protobuf": 0, "tensors": 0, "net": 1, "records": 2, "swarm": 2,
-         "presence": 2, "spread": 2, "models": 2, "weights": 3, "chain": 3, "rl": 3}  # fmt: skip
+RANKS = {"errors": 0, "config": 0, "identity": 0, "protobuf": 0, "kernels": 0, "tensors": 0, "net": 1, "records": 2,
+         "swarm": 2, "presence": 2, "spread": 2, "models": 2, "weights": 3, "chain": 3, "rl": 3}  # fmt: skip
 """Rooms of the library, from the ground up; a room imports only from lower ones, and the top three not each other."""
 
 COMPOSERS = {"echo_p2p.models.warm_start"}
 """Scripts that put rooms together; nobody imports them."""
 
-HEAVY = ("torch", "hivemind", "libp2p", "verl", "transformers", "numpy", "reasoning_gym", "starlette")
+HEAVY = ("torch", "hivemind", "libp2p", "verl", "transformers", "numpy", "numba", "reasoning_gym", "starlette")
 
 
 def name_of(package: str, path: Path) -> str:

@@ -2,6 +2,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,15 +14,15 @@ from echo_p2p.chain.stage import Weights
 from echo_p2p.errors import BaseMismatch, CorruptChunk, Unreachable, WeightsError
 from echo_p2p.net.blobs import fetch_from_any, serve_blobs
 from echo_p2p.net.memory import MemoryNetwork
-from echo_p2p.tensors import Bits, TensorUpdate, updated
+from echo_p2p.tensors import Bits, TensorUpdate, by_part, updated
 from echo_p2p.weights.codec import content_hash, encode_patch
 from echo_p2p.weights.fetch import Replica
 from echo_p2p.weights.publish import Publisher
 from echo_p2p.weights.route import Atlas
-from echo_p2p.weights.shards import ShardChange, ShardDiff
+from echo_p2p.weights.shards import ShardChange, ShardDiff, joined
 from echo_p2p.weights.staged import MAX_STAGED
 from echo_p2p.weights.store import Store
-from echo_protocols.release import Chunk, Release, part_of, parts_of, policy_hash
+from echo_protocols.release import Chunk, Release, Skip, part_of, parts_of, policy_hash
 from echo_protocols.values import PolicyVersion, Span
 
 LAYERS = 4
@@ -538,18 +539,18 @@ def test_of_all_ways_that_are_known_the_one_of_fewest_bytes_is_taken(tmp_path: P
     def size(chunk: Chunk) -> int:
         return chunk.size_bytes
 
-    def bases(have: bytes | None) -> list[bytes | None]:
+    def bases(have: bytes) -> list[bytes | None]:
         route = atlas.cheapest("layer.0", have, size)
         assert route is not None
         assert route.cost == sum(map(size, route.chunks))
         return [chunk.base for chunk in route.chunks]
 
     assert atlas.cheapest("layer.0", bytes(32), size) is None
-    assert [way.base.step for way in atlas.further_back(v(2))] == [3]
+    assert [way.base.step for way in atlas.further_back(v(2), size)] == [3]
     results = [atlas.add(release).results["layer.0"] for release in reversed(older)][::-1]
     assert [way.base.step for way in atlas.wanted.ways] == [0, 3]  # a skip over four versions, and the patch
-    assert atlas.further_back(v(2)) == ()
-    assert bases(None) == [None, results[3]]
+    assert atlas.further_back(v(2), size) == ()
+    assert bases(bytes(32)) == [None, results[3]]
     assert bases(results[2]) == [results[2], results[3]]
     assert bases(results[0]) == [results[0]]
     assert bases(atlas.wanted.results["layer.0"]) == []
@@ -646,10 +647,120 @@ def test_after_a_release_that_failed_the_next_one_is_a_snapshot(tmp_path: Path) 
 
 
 def test_a_skip_that_the_store_has_no_room_for_is_left_out(tmp_path: Path) -> None:
-    trainer = start(tmp_path, snapshot_every=64, keep=64)
-    trainer.train(3)
-    tensors = nudged(trainer.history[v(3)], seed=4)
-    trainer.store.max_bytes = trainer.store.size_bytes + trainer.releases[-1].patch_bytes + 1024
-    assert not trainer.publish(v(4), tensors).skips
-    trainer.store.max_bytes = 2**26
-    assert [skip.base for skip in trainer.train(4).skips] == [v(4)]
+    roomy, tight = (start(tmp_path / name, snapshot_every=64, keep=64) for name in ("roomy", "tight"))
+    for trainer in (roomy, tight):
+        trainer.train(3)
+    release = roomy.train(1)
+    tight.store.max_bytes = roomy.store.size_bytes - len(msgspec.msgpack.encode(release)) - 1
+    assert not tight.train(1).skips
+    tight.store.max_bytes = 2**26
+    assert [skip.base for skip in tight.train(4).skips] == [v(4)]
+
+
+def with_skip_blob(trainer: Trainer, release: Release, part: str, blob: bytes) -> Release:
+    """The release with another blob for a part of its skip, sealed in place of the one that went out."""
+    (skip,) = release.skips
+    hash = trainer.store.put(blob)
+    chunks = tuple(
+        msgspec.structs.replace(chunk, hash=hash, size_bytes=len(blob)) if chunk.part == part else chunk
+        for chunk in skip.chunks
+    )
+    return msgspec.structs.replace(release, skips=(msgspec.structs.replace(skip, chunks=chunks),))
+
+
+def test_a_skip_that_leads_elsewhere_is_passed_over_for_the_patches_it_stands_for(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica, stage = start(tmp_path), make_replica(tmp_path), ArrayStage(make_tensors())
+        trainer.publisher = Publisher(trainer.store, snapshot_every=64, keep=64)
+        trainer.publish(v(0, epoch=1), make_tensors(), continues=v(0))
+        await follow(replica, trainer, stage)
+        release = trainer.train(4)
+        own = of_span(trainer.history[v(0, epoch=1)], Span(start=1, end=2, layers=LAYERS))
+        lying = with_skip_blob(trainer, release, "layer.1", encode_patch(own, nudged(own, seed=1234, share=0.001)))
+        await follow(replica, trainer, stage, lying)
+        assert agrees(stage, trainer)
+        assert (replica.statistics().mismatches, replica.statistics().snapshots) == (1, 0)
+        # who was behind takes that skip for all other parts, and is not taken in again
+        trainer.publisher.sealed(trainer.store.put(msgspec.msgpack.encode(lying)))
+        trainer.train(2)
+        late = make_replica(tmp_path / "late")
+        stage = ArrayStage(make_tensors())
+        await follow(late, trainer, stage)
+        assert agrees(stage, trainer)
+        assert (late.statistics().mismatches, late.statistics().snapshots) == (1, 0)
+
+    run(body)
+
+
+def test_a_skip_from_other_content_than_its_base_has_is_passed_over(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica, stage = start(tmp_path), make_replica(tmp_path), ArrayStage(make_tensors())
+        await follow(replica, trainer, stage)
+        release = trainer.train(4)
+        (skip,) = release.skips
+        chunks = tuple(msgspec.structs.replace(chunk, base=bytes(32)) for chunk in skip.chunks)
+        lying = msgspec.structs.replace(release, skips=(msgspec.structs.replace(skip, chunks=chunks),))
+        await follow(replica, trainer, stage, lying)
+        assert agrees(stage, trainer)
+        assert replica.statistics().mismatches == 0
+
+    run(body)
+
+
+def test_no_release_leads_from_one_that_is_not_before_it() -> None:
+    chunk = Chunk(part="embed", hash=bytes(32), size_bytes=1, base=None, result=bytes(32))
+    more: dict[str, Any] = {"policy_hash": policy_hash({"embed": bytes(32)}), "model_bytes": 1, "snapshot": (chunk,)}
+    skip = Skip(base=v(10), base_release=bytes(32), chunks=(msgspec.structs.replace(chunk, base=bytes(32)),))
+    for parent, skips in ((v(11), (skip,)), (v(5), ())):
+        with pytest.raises(ValueError, match="older"):
+            Release(version=v(5), parent=parent, parent_release=None, snapshot_release=None, skips=skips, **more)
+
+
+def test_arrays_in_any_order_of_memory_are_published_as_what_they_hold(tmp_path: Path) -> None:
+    trainer = Trainer(Store(tmp_path / "trainer", 2**26))
+    tensors = {name: np.asfortranarray(bits) for name, bits in make_tensors().items()}
+    trainer.publish(v(0), tensors)
+    tensors = {name: np.asfortranarray(bits) for name, bits in nudged(tensors, seed=1).items()}
+    release = trainer.publish(v(1), tensors)
+    whole = {chunk.part: chunk.result for chunk in release.patch}
+    assert whole == {part: content_hash(named) for part, named in by_part(tensors).items()}
+
+
+def test_other_widths_of_the_same_shapes_are_a_snapshot_and_of_no_use_to_who_has_the_old_ones(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer, replica = start(tmp_path), make_replica(tmp_path)
+        await replica.stage(trainer.releases[0], trainer.lookup, trainer.fetch)
+        wide = {name: bits.astype(np.uint32) for name, bits in make_tensors().items()}
+        release = trainer.publish(v(1), wide)
+        assert release.snapshot
+        assert not release.patch
+        with pytest.raises(BaseMismatch, match="promises"):
+            await replica.stage(release, trainer.lookup, trainer.fetch)
+        assert replica.version == v(0)
+
+    run(body)
+
+
+def test_shards_that_do_not_fit_are_refused_and_what_did_not_change_is_no_change() -> None:
+    base = {"a": np.arange(8, dtype=np.uint16), "b": np.zeros(4, np.uint16)}
+
+    def said(start: int = 0, index: tuple[int, ...] = (1,), after: object = np.array([9], np.uint16)) -> ShardChange:
+        return ShardChange(start, np.array(index, np.int64), after)  # type: ignore[arg-type]
+
+    for bad in (
+        {"c": said()},
+        {"a": said(start=-2)},
+        {"a": said(after=np.array([9], np.uint32))},
+        {"a": said(after=np.array([9, 9], np.uint16))},
+        {"b": said(start=3)},
+    ):
+        with pytest.raises(BaseMismatch):
+            joined(base, [bad])
+    with pytest.raises(BaseMismatch, match="overlap"):
+        joined(base, [{"a": said()}, {"a": said(start=1, index=(0,))}])
+    assert joined(base, [{"a": said(after=np.array([1], np.uint16))}])["a"].index.size == 0
+    diff = ShardDiff({"a": (0, base["a"]), "b": (0, base["b"])})
+    moved = {"a": base["a"] + np.uint16(1), "b": base["b"].astype(np.uint32)}
+    with pytest.raises(BaseMismatch):
+        diff.changes(moved)
+    assert diff.changes({**moved, "b": base["b"]})["a"].index.size == 8  # nothing was lost

@@ -1,4 +1,5 @@
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,36 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         store.put(b"weights")
     assert list((tmp_path / "arriving").iterdir()) == []
     assert hash not in store
+
+
+def test_a_blob_that_went_bad_is_written_again_when_it_is_put_again(tmp_path: Path) -> None:
+    store = Store(tmp_path, 1 << 20)
+    hash = store.put(b"good" * 100)
+    (tmp_path / hash.hex()[:2] / hash.hex()).write_bytes(b"bad!" * 100)
+    assert store.put(b"good" * 100) == hash
+    assert store.get(hash) == b"good" * 100
+    assert store.size_bytes == 400
+
+
+def test_puts_at_once_stay_within_the_bound_and_keep_what_is_pinned(tmp_path: Path) -> None:
+    store = Store(tmp_path, 10_000)
+    blobs = [bytes([number]) * 900 for number in range(60)]
+    kept = [store.put(blob) for blob in blobs[:3]]
+    store.pin("mine", kept)
+    over = []
+
+    def put(blob: bytes) -> None:
+        store.put(blob)
+        over.append(store.size_bytes > store.max_bytes)
+
+    threads = [
+        threading.Thread(target=lambda some: [put(blob) for blob in some], args=(blobs[n::4],)) for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert len(over) == 60
+    assert not any(over)
+    assert all(store.get(hash) for hash in kept)
+    assert sum(path.stat().st_size for path in tmp_path.glob("??/*")) == store.size_bytes

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from echo_p2p.errors import BaseMismatch, CorruptChunk
-from echo_p2p.tensors import Bits, changed_values, difference, merged, set_places, updated
+from echo_p2p.kernels import (
+    NUMBER_MAX,
+    positions_in,
+    rice_coded,
+    rice_decoded,
+    values_below,
+)
+from echo_p2p.tensors import Bits, changed_values, difference, merged, updated
 from echo_p2p.weights import entropy
 from echo_p2p.weights.codec import (
     content_hash,
@@ -178,32 +185,86 @@ def test_a_tensor_of_which_all_changed_takes_less_than_its_values() -> None:
 
 
 @given(st.data())
-def test_places_and_changes_are_those_of_a_plain_comparison(data: st.DataObject) -> None:
+def test_compiled_loops_find_what_plain_comparisons_find(data: st.DataObject) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     size, share = data.draw(st.integers(0, 700)), data.draw(st.sampled_from((0.0, 0.01, 0.3, 1.0)))
     old = random.integers(0, 2**16, size).astype(data.draw(WIDTHS))
     new = np.where(random.random(size) < share, old + old.dtype.type(1), old)
+    if data.draw(st.booleans()):
+        old.flags.writeable = False
     index, before, after = changed_values(old, new)
     assert np.array_equal(index, np.flatnonzero(old != new))
     assert np.array_equal(before, old[index])
     assert np.array_equal(after, new[index])
-    assert np.array_equal(set_places(old != new), index)
+    assert before.dtype == after.dtype == old.dtype
+    magnitudes = old & ((1 << (8 * old.itemsize - 1)) - 1)
+    for limit in (0, 100, 20_000, 1 << (8 * old.itemsize - 1)):
+        places, values = values_below(old, limit)
+        assert np.array_equal(places, np.flatnonzero(magnitudes < limit))
+        assert np.array_equal(values, old[places])
+    assert np.array_equal(positions_in(np.arange(size) * 3, index * 3), index)
 
 
-@given(st.lists(st.integers(0, 2**20), max_size=300), st.floats(0, 1), st.integers(0, 2**32))
+def test_compiled_loops_go_on_from_tile_to_tile() -> None:
+    random = np.random.default_rng(4)
+    old = random.integers(0, 2**16, 2_100_003, dtype=np.uint16)
+    new = np.where(random.random(old.size) < 0.01, old + np.uint16(1), old)
+    assert np.array_equal(changed_values(old, new)[0], np.flatnonzero(old != new))
+    assert np.array_equal(values_below(old, 500)[0], np.flatnonzero((old & 0x7FFF) < 500))
+
+
+def test_arrays_of_two_sizes_or_types_are_not_compared() -> None:
+    values = np.zeros(64, np.uint16)
+    for other in (
+        np.zeros(65, np.uint16),
+        np.zeros(63, np.uint16),
+        np.zeros(64, np.uint32),
+        np.zeros((8, 8), np.uint16),
+    ):
+        with pytest.raises(ValueError, match="compared"):
+            changed_values(values, other)
+
+
+NUMBERS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 2**20), st.integers(0, NUMBER_MAX)), max_size=300)
+
+
+@given(NUMBERS, st.floats(0, 1), st.integers(0, 2**32))
 def test_streams_give_back_what_was_written(numbers: list[int], share: float, seed: int) -> None:
     values, flags = np.array(numbers, np.int64), np.random.default_rng(seed).random(500) < share
     writer = BlobWriter(PATCH)
-    entropy.write_gaps(values, writer)
-    entropy.write_values(values, writer)
+    entropy.write_numbers(values, writer)
     entropy.write_set(np.flatnonzero(flags), flags.size, writer)
     entropy.write_bits(flags, writer)
     reader = BlobReader(writer.blob(), PATCH)
-    assert np.array_equal(entropy.read_gaps(values.size, reader), values)
-    assert np.array_equal(entropy.read_values(values.size, reader), values)
+    assert np.array_equal(entropy.read_numbers(values.size, sum(numbers), reader), values)
     assert np.array_equal(entropy.read_set(flags.size, reader), flags)
     assert np.array_equal(entropy.read_bits(flags.size, reader), flags)
     reader.end()
+
+
+@given(NUMBERS, st.data())
+def test_a_stream_that_is_not_as_expected_is_corrupt(numbers: list[int], data: st.DataObject) -> None:
+    stream = memoryview(rice_coded(np.array(numbers, np.int64)))
+    with pytest.raises(CorruptChunk):
+        rice_decoded(stream, len(numbers) + 8, 2**62)
+    if numbers:
+        with pytest.raises(CorruptChunk):
+            rice_decoded(stream[: data.draw(st.integers(0, len(stream) - 1))], len(numbers), 2**62)
+    if sum(numbers):
+        with pytest.raises(CorruptChunk):
+            rice_decoded(stream, len(numbers), data.draw(st.integers(0, sum(numbers) - 1)))
+
+
+@given(st.binary(max_size=300), st.integers(0, 2**40), st.integers(0, 2**80))
+def test_noise_never_decodes_to_more_than_allowed(noise: bytes, count: int, limit: int) -> None:
+    for expected in (count, min(count, 8 * len(noise)), len(noise) // 2):
+        try:
+            numbers = rice_decoded(memoryview(noise), expected, limit)
+        except CorruptChunk:
+            continue
+        assert numbers.size == expected
+        assert numbers.min(initial=0) >= 0
+        assert sum(numbers.tolist()) <= limit
 
 
 SECTIONS = st.one_of(
@@ -255,7 +316,7 @@ def test_damaged_blobs_raise_nothing_but_corrupt_chunk(data: st.DataObject) -> N
 
 @given(st.binary(max_size=200))
 def test_noise_raises_corrupt_chunk(noise: bytes) -> None:
-    for blob in (noise, b"EWC\x02" + noise):
+    for blob in (noise, b"EWC\x03" + noise):
         with pytest.raises(CorruptChunk):
             decode_snapshot(blob)
 
@@ -327,9 +388,9 @@ def test_merged_updates_act_like_one_after_the_other(seed: int, first_share: flo
 @pytest.mark.parametrize("head", [b"\x91" * 4000 + b"\xc0", b"\x93\x01\x90" + b"\x91" * 4000])
 def test_a_deeply_nested_header_is_corrupt(head: bytes) -> None:
     with pytest.raises(CorruptChunk):
-        decode_snapshot(b"EWC\x02" + len(head).to_bytes(4, "little") + head)
+        decode_snapshot(b"EWC\x03" + len(head).to_bytes(4, "little") + head)
 
 
 def test_an_older_format_is_refused_by_name() -> None:
     with pytest.raises(CorruptChunk, match="version"):
-        decode_snapshot(b"EWC\x01" + bytes(20))
+        decode_snapshot(b"EWC\x02" + bytes(20))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from echo_p2p.errors import BaseMismatch
+from echo_p2p.errors import BaseMismatch, WeightsError
 from echo_p2p.tensors import Bits, TensorUpdate, difference, layout, updated
 from echo_p2p.weights.codec import content_hash, decode_patch, decode_snapshot
 from echo_protocols.release import Chunk
@@ -41,3 +41,14 @@ def advance(old: Mapping[str, Bits], chunks: Sequence[Chunk], blobs: Sequence[by
         compared = {name: difference(old[name], bits) for name, bits in tensors.items()}
         updates = {name: update for name, update in compared.items() if update is not None}
     return Brought(tensors, updates)
+
+
+def culprit(old: Mapping[str, Bits], chunks: Sequence[Chunk], blobs: Sequence[bytes]) -> Chunk:
+    """The first of some chunks that `advance` failed with whose blob doesn't lead to the content that it promises."""
+    tensors = old
+    for chunk, blob in zip(chunks, blobs, strict=True):
+        try:
+            tensors = advance(tensors, [chunk], [blob], chunk.result).tensors
+        except WeightsError:
+            return chunk
+    return chunks[-1]

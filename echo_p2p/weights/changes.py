@@ -9,19 +9,20 @@ bit patterns, so NaNs, infinities, denormals and zeros of both signs are nothing
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from echo_p2p.errors import CorruptChunk
-from echo_p2p.tensors import Bits, set_places
+from echo_p2p.kernels import Numbers, positions_in, values_below
+from echo_p2p.tensors import Bits
 from echo_p2p.weights import entropy
-from echo_p2p.weights.entropy import Numbers, Sink, Source
+from echo_p2p.weights.entropy import Sink, Source
 
 _CLASSES = 256
 _SMALL_SHARE = 0.02  # listing the small values takes time in proportion
 _SAMPLE = 509  # one value in so many tells how many are small; prime to the lengths of rows
-_TILE = 2**17  # values that are scanned at a time: so that what is in between stays in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +52,13 @@ def write_changes(changes: Sequence[Change], sink: Sink) -> None:
     bound = _small_below(changes, classes)
     small = _Small([change.old for change in changes], bound)
     below, above = np.flatnonzero(classes < bound), np.flatnonzero(classes >= bound)
-    changed = np.zeros(sum(change.old.size for change in changes), np.bool_)
-    changed[index.take(below)] = True
-    flags = changed.take(small.places)
-    fresh = np.empty_like(small.old)
-    fresh[np.flatnonzero(flags)] = after.take(below)
-    turned = np.flatnonzero(flags.take(small.order))
-    chosen = small.order.take(turned)
+    below = below.take(np.argsort(classes.take(below), kind="stable"))
     sink.number(bound)
-    entropy.write_set(turned, flags.size, sink)
+    entropy.write_set(positions_in(small.places.take(small.order), index.take(below)), small.places.size, sink)
     sink.number(above.size)
-    entropy.write_gaps(np.diff(index.take(above), prepend=-1) - 1, sink)
-    _write_steps(
-        np.concatenate((small.old.take(chosen), before.take(above))),
-        np.concatenate((fresh.take(chosen), after.take(above))),
-        sink,
-    )
+    entropy.write_places(index.take(above), sink)
+    coded = np.concatenate((below, above))
+    _write_steps(before.take(coded), after.take(coded), sink)
 
 
 def read_changes(olds: Sequence[Bits], source: Source) -> list[tuple[Numbers, Bits]]:
@@ -124,17 +116,9 @@ def _classes(bits: Bits) -> NDArray[np.uint8]:
 
 def _below(old: Bits, bound: int, first: int) -> tuple[Numbers, Bits]:
     """Where the values below a class are, if the tensor starts at `first`, and these values."""
-    limit = old.dtype.type(bound << (8 * old.itemsize - 8))
-    doubled, flags = np.empty(min(_TILE, old.size), old.dtype), np.empty(min(_TILE, old.size), np.bool_)
-    found, bits = [np.empty(0, np.int64)], [np.empty(0, old.dtype)]
-    for start in range(0, old.size if bound else 0, _TILE):
-        tile = old[start : start + _TILE]
-        magnitudes = np.add(tile, tile, out=doubled[: tile.size])  # without their signs
-        places = set_places(np.less(magnitudes, limit, out=flags[: tile.size]))
-        bits.append(tile.take(places))
-        places += first + start
-        found.append(places)
-    return np.concatenate(found), np.concatenate(bits)
+    places, bits = values_below(old, bound << (8 * old.itemsize - 9))
+    places += first
+    return places, bits
 
 
 def _small_below(changes: Sequence[Change], classes: NDArray[np.uint8]) -> int:
@@ -163,51 +147,61 @@ def _set_bits(chosen: NDArray[np.float64], size: NDArray[np.float64]) -> NDArray
 
 def _write_steps(old: Bits, new: Bits, sink: Sink) -> None:
     """New values (changed,), which differ from the old ones, by sign and distance of magnitudes."""
-    before, after = _magnitudes(old), _magnitudes(new)
-    crossed = ((old ^ new) >> (8 * old.itemsize - 1)).astype(np.bool_)
-    over, within = np.flatnonzero(crossed), np.flatnonzero(~crossed)
+    crossed = (old ^ new) > _sign(old) - 1
+    over = np.flatnonzero(crossed)
     entropy.write_set(over, crossed.size, sink)
-    far = after.take(over)
+    far = _magnitudes(new.take(over))
     usual = int(np.median(far)) if far.size else 0
     sink.number(usual)
-    entropy.write_values(_zigzag(far - usual), sink)
-    distance = (after - before).take(within)
+    entropy.write_numbers(_zigzag(far - usual), sink)
+    distance = _magnitudes(new) - _magnitudes(old)
+    if over.size:
+        distance = distance[~crossed]
     entropy.write_bits(distance > 0, sink)
-    more = np.abs(distance) - 1
-    several = np.flatnonzero(more)
-    entropy.write_set(several, more.size, sink)
-    entropy.write_values(more.take(several) - 1, sink)
+    several = np.flatnonzero(np.abs(distance) != 1)
+    entropy.write_set(several, distance.size, sink)
+    entropy.write_numbers(np.abs(distance.take(several)) - 2, sink)
 
 
 def _read_steps(old: Bits, source: Source) -> Bits:
-    top = 8 * old.itemsize - 1
+    largest = _sign(old) - 1
     crossed = entropy.read_set(old.size, source)
-    over, within = np.flatnonzero(crossed), np.flatnonzero(~crossed)
-    usual = source.number((1 << top) - 1)
-    far = _unzigzag(entropy.read_values(over.size, source)) + usual
-    up = entropy.read_bits(within.size, source)
-    several = np.flatnonzero(entropy.read_set(within.size, source))
-    distance = np.ones(within.size, np.int64)
-    distance[several] = 2 + entropy.read_values(several.size, source)
-    np.negative(distance, out=distance, where=~up)
+    over = np.flatnonzero(crossed)
+    usual = source.number(largest)
+    far = _unzigzag(entropy.read_numbers(over.size, 4 * over.size * largest, source)) + usual
+    up = entropy.read_bits(old.size - over.size, source)
+    several = np.flatnonzero(entropy.read_set(up.size, source))
+    steps = 2 + entropy.read_numbers(several.size, several.size * largest, source)
+    if int(steps.max(initial=0)) > largest:
+        raise CorruptChunk("a step of the patch is longer than the format")
     magnitude = _magnitudes(old)
+    distance = 2 * up.astype(magnitude.dtype) - 1
+    distance[several] *= steps.astype(magnitude.dtype)
     if over.size:
-        magnitude[over] = far
-        magnitude[within] += distance
+        magnitude[~crossed] += distance
+        magnitude[over] = np.clip(far, -1, largest + 1)
     else:
         magnitude += distance
-    if magnitude.size and (int(magnitude.min()) < 0 or int(magnitude.max()) >> top):
+    if magnitude.size and (int(magnitude.min()) < 0 or int(magnitude.max()) > largest):
         raise CorruptChunk("a step of the patch leads out of the format")
-    signs = (old ^ (crossed.astype(old.dtype) << old.dtype.type(top))) & old.dtype.type(1 << top)
-    return signs | magnitude.astype(old.dtype)
+    new = magnitude.astype(old.dtype) | (old & old.dtype.type(_sign(old)))
+    new[over] ^= old.dtype.type(_sign(old))
+    return new
 
 
-def _magnitudes(bits: Bits) -> Numbers:
-    return (bits & ((1 << (8 * bits.itemsize - 1)) - 1)).astype(np.int64)
+def _sign(bits: Bits) -> int:
+    """The bit of the sign."""
+    return 1 << (8 * bits.itemsize - 1)
 
 
-def _zigzag(numbers: Numbers) -> Numbers:
-    return (numbers << 1) ^ (numbers >> 63)
+def _magnitudes(bits: Bits) -> NDArray[np.signedinteger[Any]]:
+    """In integers that are wide enough for the distance of two."""
+    return (bits & (_sign(bits) - 1)).astype(np.int32 if bits.itemsize == 2 else np.int64)
+
+
+def _zigzag(numbers: NDArray[np.signedinteger[Any]]) -> Numbers:
+    wide = numbers.astype(np.int64)
+    return (wide << 1) ^ (wide >> 63)
 
 
 def _unzigzag(numbers: Numbers) -> Numbers:

@@ -3,7 +3,7 @@
 Nothing is allocated here but the header, which is bounded. Whatever is wrong, the error is CorruptChunk.
 """
 
-# Layout, all little-endian: b"EWC\x02", u32 size of the header, the header (msgpack), the sections without separators.
+# Layout, all little-endian: b"EWC\x03", u32 size of the header, the header (msgpack), the sections without separators.
 
 import struct
 from typing import Annotated
@@ -16,7 +16,7 @@ from echo_p2p.errors import CorruptChunk
 SNAPSHOT, PATCH = 0, 1
 
 _PREFIX = struct.Struct("<4sI")
-_MAGIC = b"EWC\x02"
+_MAGIC = b"EWC\x03"
 _LENGTH_MAX = 256
 _HEADER_MAX_BYTES = 2 * 9 * _LENGTH_MAX + 16
 

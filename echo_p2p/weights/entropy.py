@@ -1,26 +1,21 @@
-"""Streams of whole numbers, coded near their entropy: sets, gaps and magnitudes. Knows no tensor and no blob.
+"""Streams of whole numbers, coded near their entropy: sets, numbers and flags. Knows no tensor and no blob.
 
-Everything adapts by blocks of 64 numbers, so streams cost least if numbers of one size stand together. Vectorised:
-a stream is a few arrays of one kind (shifts, quotients, low bits), not a string of code words.
-
-A reader knows how many numbers to expect. It allocates in proportion to that and to what it is given, and raises
-CorruptChunk, whatever is wrong.
+Codes adapt to the numbers before, so streams cost least if numbers of one size stand together. A reader knows how many
+to expect. It allocates in proportion to that and to what it is given, and raises CorruptChunk, whatever is wrong.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
 from echo_p2p.errors import CorruptChunk
+from echo_p2p.kernels import Numbers, rice_coded, rice_decoded
 
-Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 LEVEL = 1
-_BLOCK = 64
-_SHIFT_MAX = 44
 
 
 class Sink(Protocol):
@@ -55,7 +50,7 @@ def write_set(index: Numbers, size: int, sink: Sink) -> None:
         index = np.concatenate((np.flatnonzero(others), index[last + 1 :]))
     sink.number(turn)
     sink.number(index.size)
-    write_gaps(np.diff(index, prepend=-1) - 1, sink)
+    write_places(index, sink)
 
 
 def read_set(size: int, source: Source) -> Flags:
@@ -68,49 +63,30 @@ def read_set(size: int, source: Source) -> Flags:
     return flags
 
 
+def write_places(index: Numbers, sink: Sink) -> None:
+    """Ascending places, as the gaps between them."""
+    write_numbers(np.diff(index, prepend=-1) - 1, sink)
+
+
 def read_places(count: int, size: int, source: Source) -> Numbers:
-    """Ascending places (count,) below `size`, from the gaps between them."""
-    gaps = read_gaps(count, source)
-    # No gap reaches 2^62 / count, so the sum can't wrap round.
-    places = np.cumsum(gaps + 1) - 1
-    if places.size and int(places[-1]) >= size:
-        raise CorruptChunk(f"place {int(places[-1])} is outside a range of {size}")
+    """What `write_places` was given: places (count,) below `size`."""
+    if count > size:
+        raise CorruptChunk(f"{count} different places can't be inside a range of {size}")
+    gaps = read_numbers(count, size - count, source)
+    gaps += 1
+    places = np.cumsum(gaps)
+    places -= 1
     return places
 
 
-def write_gaps(gaps: Numbers, sink: Sink) -> None:
-    """Gaps between places: Rice codes, whose quotients are unary, with the shift that suits each block's mean."""
-    rows, means = _blocks(gaps)
-    shifts = np.log2(np.maximum(0.9624 * (means + 0.5), 1.0)).astype(np.uint8)  # of geometric numbers; Kiely 2004
-    ends = np.cumsum((rows >> shifts[:, None]).reshape(-1)[: gaps.size] + 1)
-    unary = np.zeros(int(ends[-1]) if ends.size else 0, np.uint8)
-    unary[ends - 1] = 1
-    sink.section(np.packbits(unary).tobytes())
-    _write_low_bits(rows, shifts, gaps.size, sink)
+def write_numbers(numbers: Numbers, sink: Sink) -> None:
+    """Numbers that are mostly about as large as those before, up to NUMBER_MAX."""
+    sink.section(rice_coded(numbers))
 
 
-def read_gaps(count: int, source: Source) -> Numbers:
-    """What `write_gaps` was given: numbers (count,), which can be summed up."""
-    unary = source.section()
-    ends = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8)))
-    if ends.size != count or (int(ends[-1]) // 8 + 1 if count else 0) != len(unary):
-        raise CorruptChunk(f"a stream holds {ends.size} gaps instead of {count}")
-    return _with_low_bits(np.diff(ends, prepend=-1) - 1, source)
-
-
-def write_values(values: Numbers, sink: Sink) -> None:
-    """Magnitudes of any distribution: quotients of a few bits are left to zstd's Huffman coder."""
-    rows, means = _blocks(values)
-    # 2^shift > mean / 4 and no value is over 64 means: quotients fit a byte.
-    shifts = np.maximum(np.frexp(np.ceil(means))[1] - 2, 0).astype(np.uint8)
-    quotients = (rows >> shifts[:, None]).reshape(-1)[: values.size].astype(np.uint8)
-    sink.section(compress(quotients))
-    _write_low_bits(rows, shifts, values.size, sink)
-
-
-def read_values(count: int, source: Source) -> Numbers:
-    """What `write_values` was given: numbers (count,)."""
-    return _with_low_bits(np.frombuffer(decompress(source.section(), count), np.uint8).astype(np.int64), source)
+def read_numbers(count: int, limit: int, source: Source) -> Numbers:
+    """What `write_numbers` was given: numbers (count,), whose sum is at most `limit`."""
+    return rice_decoded(source.section(), count, limit)
 
 
 def write_bits(flags: Flags, sink: Sink) -> None:
@@ -120,7 +96,10 @@ def write_bits(flags: Flags, sink: Sink) -> None:
 
 def read_bits(count: int, source: Source) -> Flags:
     """What `write_bits` was given: flags (count,)."""
-    return _unpack(source.section(), count).view(np.bool_)
+    section = source.section()
+    if len(section) != (count + 7) // 8:
+        raise CorruptChunk(f"{len(section)} bytes do not hold {count} bits")
+    return np.unpackbits(np.frombuffer(section, np.uint8), count=count).view(np.bool_)
 
 
 def compress(plane: NDArray[np.uint8]) -> bytes:
@@ -143,68 +122,3 @@ def decompress(frame: memoryview, size: int) -> bytes:
     if len(content) != size:
         raise CorruptChunk(f"a frame of the blob holds {len(content)} bytes instead of {size}")
     return content
-
-
-# -- blocks -------------------------------------------------------------------------------------------------------
-
-
-def _blocks(numbers: Numbers) -> tuple[Numbers, NDArray[np.float64]]:
-    """Rows of a block each (blocks, 64), the last one filled up with zeros, and their means (blocks,)."""
-    short = -numbers.size % _BLOCK
-    rows = np.concatenate((numbers, np.zeros(short, np.int64))).reshape(-1, _BLOCK)
-    lengths = np.full(len(rows), float(_BLOCK))
-    lengths[-1:] -= short
-    return rows, rows.sum(axis=1) / lengths
-
-
-def _narrow(shift: int) -> np.dtype[np.unsignedinteger[Any]]:
-    return np.dtype(np.uint16 if shift <= 16 else np.uint64)
-
-
-def _write_low_bits(rows: Numbers, shifts: NDArray[np.uint8], count: int, sink: Sink) -> None:
-    """The lowest bits of each number, as many as its block's shift: plane by plane, as most of a plane is used."""
-    sink.section(compress(shifts))
-    top, short = int(shifts.max(initial=0)), rows.size - count
-    lows = rows.astype(_narrow(top))
-    planes = [np.empty(0, np.uint8)]
-    for bit in range(top):
-        used = shifts > bit
-        plane = ((lows if used.all() else lows[used]) >> bit).astype(np.uint8).reshape(-1) & np.uint8(1)
-        planes.append(plane[: plane.size - short] if used[-1] else plane)
-    sink.section(np.packbits(np.concatenate(planes)).tobytes())
-
-
-def _with_low_bits(quotients: Numbers, source: Source) -> Numbers:
-    count = quotients.size
-    blocks, short = -(-count // _BLOCK), -count % _BLOCK
-    shifts = np.frombuffer(decompress(source.section(), blocks), np.uint8)
-    top = int(shifts.max(initial=0))
-    if top > _SHIFT_MAX or int(quotients.max(initial=0)) >= 2**62 // max(count, 1) >> top:
-        raise CorruptChunk(f"a number of a stream is too large: its shift is {top}")
-    total = _BLOCK * int(shifts.sum(dtype=np.int64)) - short * int(shifts[-1] if count else 0)
-    bits = _unpack(source.section(), total)
-    lows = np.zeros((blocks, _BLOCK), _narrow(top))
-    at = 0
-    for bit in range(top):
-        used = shifts > bit
-        size = _BLOCK * int(np.count_nonzero(used))
-        plane = bits[at : at + size]
-        if short and used[-1]:
-            size -= short
-            plane = np.concatenate((bits[at : at + size], np.zeros(short, np.uint8)))
-        shifted = plane.reshape(-1, _BLOCK).astype(lows.dtype) << lows.dtype.type(bit)
-        at += size
-        if used.all():
-            lows |= shifted
-        else:
-            lows[used] |= shifted
-    rows = np.concatenate((quotients, np.zeros(short, np.int64))).reshape(-1, _BLOCK)
-    rows <<= shifts[:, None]
-    rows |= lows.astype(np.int64)
-    return rows.reshape(-1)[:count]
-
-
-def _unpack(section: memoryview, count: int) -> NDArray[np.uint8]:
-    if len(section) != (count + 7) // 8:
-        raise CorruptChunk(f"{len(section)} bytes do not hold {count} bits")
-    return np.unpackbits(np.frombuffer(section, np.uint8), count=count)

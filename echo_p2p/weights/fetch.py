@@ -1,12 +1,12 @@
 """The peer's side of weights: fetches what its span needs of a release, checks it, and stages it for the switch.
 
 All or nothing, and checked: the base of a patch is the content at hand, the result must hash to what the release
-says; if it doesn't, the snapshot path is taken and counted. Knows no network (releases and chunks come through the
-callables given), no signature (releases come checked) and no engine but `apply`.
+says; if it doesn't, the chunk that lies is counted and another way is taken. Knows no network (releases and chunks
+come through the callables given), no signature (releases come checked) and no engine but `apply`.
 """
 
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,9 @@ import trio
 from echo_p2p.errors import BaseMismatch, CorruptChunk, EchoError, WeightsError
 from echo_p2p.net.blobs import blob_hash
 from echo_p2p.tensors import Bits, by_part
-from echo_p2p.weights.advance import Brought, advance
+from echo_p2p.weights.advance import Brought, advance, culprit
 from echo_p2p.weights.codec import content_hash
+from echo_p2p.weights.explore import LookupRelease, find_routes
 from echo_p2p.weights.route import Atlas, Route
 from echo_p2p.weights.staged import Changeable, StagedUpdates
 from echo_p2p.weights.store import Store
@@ -26,17 +27,13 @@ from echo_protocols.values import PolicyVersion
 
 log = logging.getLogger(__name__)
 
-RELEASES_MAX = 64
-"""Releases that are looked at on the way back to something known."""
-
 PARTS_AT_ONCE = 4
 """Parts that are brought to a new version at a time; the chunks of all are fetched at once."""
 
 PINS = "replica"
 _FETCH_ATTEMPTS = 2
-
-LookupRelease = Callable[[bytes], Awaitable[Release]]
-"""The release whose sealed bytes hash to this; checked by the caller's border. Raises EchoError."""
+_WAYS_TRIED = 4
+_LIES_MAX = 4096
 
 FetchChunk = Callable[[Chunk], Awaitable[bytes]]
 """The chunk's blob, from whoever has it. Raises EchoError."""
@@ -79,6 +76,7 @@ class Replica:
         self._policy_hash: bytes | None = None
         self._staged = StagedUpdates(version, prepare_timeout_s)
         self._staging = trio.Lock()
+        self._lies: OrderedDict[Chunk, None] = OrderedDict()  # whose blobs don't do what they say
         self._counts: Counter[str] = Counter()
 
     @property
@@ -116,13 +114,7 @@ class Replica:
             if not self._content:
                 self._content = await trio.to_thread.run_sync(_content_of, self._shadow)
             try:
-                routes = await self._plan(atlas, lookup_release, {part: self._content[part] for part in self._parts})
-                brought = await self._bring_all(routes, wanted, fetch)
-                if failed := [part for part in self._parts if part not in brought]:
-                    self._refuse_hopeless(release, [routes[part] for part in failed])
-                    again = await self._plan(atlas, lookup_release, dict.fromkeys(failed))
-                    brought |= await self._bring_all(again, wanted, fetch)
-                    self._refuse_hopeless(release, [again[part] for part in failed if part not in brought])
+                brought = await self._bring(atlas, lookup_release, fetch)
             finally:
                 self._store.unpin(PINS)
             await self._commit(release, brought, wanted)
@@ -138,51 +130,27 @@ class Replica:
             raise WeightsError(f"there are two releases of version {release.version}; the first one stays")
         return False
 
-    async def _plan(
-        self, atlas: Atlas, lookup_release: LookupRelease, have: Mapping[str, bytes | None]
-    ) -> dict[str, Route]:
-        """The cheapest route for each part of `have`, over what is known and what may have to be looked up."""
-        failure: EchoError | None = None
-        routes = self._routes(atlas, have)
-        if any(part not in routes or len(routes[part].chunks) > 1 for part in have):
-            snapshot = atlas.wanted.release.snapshot_release
+    async def _bring(self, atlas: Atlas, lookup_release: LookupRelease, fetch: FetchChunk) -> dict[str, Brought]:
+        """All parts at the wanted version: those whose chunks lead elsewhere are tried again without these."""
+        brought: dict[str, Brought] = {}
+        for attempt in range(_WAYS_TRIED):
+            have = {part: self._content[part] for part in self._parts if part not in brought}
             try:
-                if snapshot is not None:
-                    await self._explore(atlas, lookup_release, have, atlas.add(await lookup_release(snapshot)).version)
-            except EchoError as error:
-                failure = error
-            try:
-                if any(content is not None for content in have.values()):
-                    await self._explore(atlas, lookup_release, have, self._version)
-            except EchoError as error:
-                failure = error
-            routes = self._routes(atlas, have)
-        if missing := [part for part in have if part not in routes]:
-            reason = failure or f"{len(atlas)} releases were looked at"
-            raise WeightsError(f"no way leads to {missing[0]} of {atlas.wanted.version}: {reason}") from failure
-        return routes
+                routes = await find_routes(atlas, have, self._version, self._cost_of, lookup_release)
+            except WeightsError as error:
+                if attempt == 0:
+                    raise
+                log.warning("%s", error)
+                break
+            brought |= await self._bring_all(routes, atlas.wanted.results, fetch)
+            if len(brought) == len(self._parts):
+                return brought
+        self._counts["refused"] += 1
+        raise BaseMismatch(f"the chunks of release {atlas.wanted.version} do not lead to the content it promises")
 
-    async def _explore(
-        self,
-        atlas: Atlas,
-        lookup_release: LookupRelease,
-        have: Mapping[str, bytes | None],
-        floor: PolicyVersion | None,
-    ) -> None:
-        """Look up releases from the wanted one back to `floor`, as long as a way from there may be the cheapest."""
-        while (path := atlas.further_back(floor)) and len(atlas) < RELEASES_MAX:
-            routes = self._routes(atlas, have)
-            chunks = [way.chunks[part] for way in path for part in have if part in way.chunks]
-            known = len(routes) == len(have)
-            if known and sum(map(self._cost_of, chunks)) >= sum(route.cost for route in routes.values()):
-                return
-            atlas.add(await lookup_release(path[-1].sealed or b""), path[-1].base)
-
-    def _routes(self, atlas: Atlas, have: Mapping[str, bytes | None]) -> dict[str, Route]:
-        routes = {part: atlas.cheapest(part, content, self._cost_of) for part, content in have.items()}
-        return {part: route for part, route in routes.items() if route is not None}
-
-    def _cost_of(self, chunk: Chunk) -> int:
+    def _cost_of(self, chunk: Chunk) -> int | None:
+        if chunk in self._lies:
+            return None
         return 0 if chunk.hash in self._store else chunk.size_bytes
 
     async def _bring_all(
@@ -197,13 +165,14 @@ class Replica:
             spare = await self._fetch_all(route.chunks, fetch)
             async with slots:
                 blobs = [spare.get(chunk.hash) or await self._blob(chunk, fetch) for chunk in route.chunks]
+                old, result = self._shadow[part], wanted[part]
                 try:
-                    old, result = self._shadow[part], wanted[part]
                     brought[part] = await trio.to_thread.run_sync(advance, old, route.chunks, blobs, result)
                     self._counts["snapshots"] += route.from_snapshot
                 except WeightsError as error:
                     self._counts["mismatches"] += 1
-                    log.warning("%s: %s; the snapshot is taken", part, error)
+                    log.warning("%s: %s; another way is looked for", part, error)
+                    self._distrust(await trio.to_thread.run_sync(culprit, old, route.chunks, blobs))
 
         await _all_of(partial(bring, part, route) for part, route in routes.items())
         return brought
@@ -247,11 +216,10 @@ class Replica:
             log.warning("a chunk is used but not kept: %s", error)
         return blob
 
-    def _refuse_hopeless(self, release: Release, routes: Sequence[Route]) -> None:
-        """Raise if one of the routes that failed was a snapshot's: there is no better one."""
-        if any(route.from_snapshot or not route.chunks for route in routes):
-            self._counts["refused"] += 1
-            raise BaseMismatch(f"the chunks of release {release.version} do not lead to the content it promises")
+    def _distrust(self, chunk: Chunk) -> None:
+        self._lies[chunk] = None
+        while len(self._lies) > _LIES_MAX:
+            self._lies.popitem(last=False)
 
     async def _commit(self, release: Release, brought: Mapping[str, Brought], wanted: Mapping[str, bytes]) -> None:
         updates = {name: update for part in brought.values() for name, update in part.updates.items()}

@@ -16,7 +16,7 @@ import numpy as np
 
 from echo_p2p.errors import WeightsError
 from echo_p2p.net.blobs import blob_hash
-from echo_p2p.tensors import Bits, by_part
+from echo_p2p.tensors import Bits, Layout, by_part, layout
 from echo_p2p.weights.changes import Change
 from echo_p2p.weights.codec import content_hash, encode_changes, encode_snapshot, find_changes
 from echo_p2p.weights.rewind import Windows
@@ -99,9 +99,7 @@ class Publisher:
         parent = self._parent_of(version)
         with self._all_or_snapshot():
             if parent is None or _layout(parts) != _layout(self._retained):
-                self._retained = {
-                    part: {n: np.array(bits) for n, bits in named.items()} for part, named in parts.items()
-                }
+                self._retained = {part: _copied(named) for part, named in parts.items()}
                 return self._release(version, None, {}, continues, figures)
             changes = {part: find_changes(self._retained[part], named) for part, named in parts.items()}
             return self._release(version, parent, changes, continues, figures)
@@ -121,10 +119,8 @@ class Publisher:
         if parent is None:
             raise WeightsError(f"version {version} has nothing to be a change of; publish the whole model first")
         with self._all_or_snapshot():
-            changes = {
-                part: [change for _, change in sorted(joined(named, ranks).items())]
-                for part, named in self._retained.items()
-            }
+            found = joined({name: bits for named in self._retained.values() for name, bits in named.items()}, ranks)
+            changes = {part: [found[name] for name in sorted(named)] for part, named in self._retained.items()}
             return self._release(version, parent, changes, None, figures)
 
     def sealed(self, hash: bytes) -> None:
@@ -249,5 +245,5 @@ def _copied(tensors: Mapping[str, Bits]) -> dict[str, Bits]:
     return {name: np.array(bits, order="C") for name, bits in tensors.items()}
 
 
-def _layout(parts: Mapping[str, Mapping[str, Bits]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    return {part: {name: bits.shape for name, bits in named.items()} for part, named in parts.items()}
+def _layout(parts: Mapping[str, Mapping[str, Bits]]) -> dict[str, Layout]:
+    return {part: layout(named) for part, named in parts.items()}

@@ -11,6 +11,9 @@ from echo_p2p.errors import WeightsError
 from echo_protocols.release import Chunk, Chunks, Release, policy_hash
 from echo_protocols.values import PolicyVersion
 
+CostOf = Callable[[Chunk], int | None]
+"""Bytes to be fetched for a chunk; None if it is of no use."""
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -71,17 +74,14 @@ class Atlas:
         return self._steps[version]
 
     def add(self, release: Release, version: PolicyVersion | None = None) -> Step:
-        """Learn of a release, which was looked up as `version`'s. Raises WeightsError if it contradicts the others."""
+        """Learn of a release, which was looked up as `version`'s. Raises WeightsError if it contradicts itself."""
         step = _step_of(release)
         if release.version != (version or release.version) or release.version > self.wanted.version:
             raise WeightsError(f"release {release.version} stands where {version or 'an older one'} is called for")
-        for later in self._steps.values():
-            if any(way.base == step.version and not _starts_at(way, step) for way in later.ways):
-                raise WeightsError(f"release {later.version} names {step.version} as a base that it does not follow")
         return self._steps.setdefault(step.version, step)
 
-    def cheapest(self, part: str, have: bytes | None, cost_of: Callable[[Chunk], int]) -> Route | None:
-        """The route of the fewest bytes to the wanted content of a part. `have` is that at hand, None to use none."""
+    def cheapest(self, part: str, have: bytes, cost_of: CostOf) -> Route | None:
+        """The route of the fewest bytes to the wanted content of a part, from the content at hand or a snapshot."""
         routes: dict[PolicyVersion, Route] = {}
         for version in sorted(self._steps):
             options = list(self._options(self._steps[version], part, have, routes, cost_of))
@@ -90,43 +90,45 @@ class Atlas:
         return routes.get(self.wanted.version)
 
     def _options(
-        self,
-        step: Step,
-        part: str,
-        have: bytes | None,
-        routes: Mapping[PolicyVersion, Route],
-        cost_of: Callable[[Chunk], int],
+        self, step: Step, part: str, have: bytes, routes: Mapping[PolicyVersion, Route], cost_of: CostOf
     ) -> Iterator[Route]:
-        if have is not None and step.results.get(part) == have:
+        if step.results.get(part) == have:
             yield Route((), 0)
-        if part in step.snapshot:
-            chunk = step.snapshot[part]
-            yield Route((chunk,), cost_of(chunk))
+        if part in step.snapshot and (cost := cost_of(step.snapshot[part])) is not None:
+            yield Route((step.snapshot[part],), cost)
         for way in step.ways:
             patch = way.chunks.get(part)
-            if patch is None:
+            if patch is None or (cost := cost_of(patch)) is None:
                 continue
-            if have is not None and patch.base == have:
-                yield Route((patch,), cost_of(patch))
+            if patch.base == have:
+                yield Route((patch,), cost)
             elif way.base in routes and self._steps[way.base].results[part] == patch.base:
-                yield routes[way.base].then(patch, cost_of(patch))
+                yield routes[way.base].then(patch, cost)
 
-    def further_back(self, floor: PolicyVersion | None) -> tuple[Way, ...]:
+    def further_back(self, floor: PolicyVersion | None, cost_of: CostOf) -> tuple[Way, ...]:
         """The longest ways from the wanted release towards `floor` (None: as far as they go), the last one unknown.
 
-        Empty if the ways are known up to where they end.
+        Empty if the ways are known up to where they end. A way that is of no use, or begins at other content than its
+        base has, is passed over.
         """
         path: list[Way] = []
         step = self.wanted
         while floor is None or step.version > floor:
-            way = next((way for way in step.ways if floor is None or way.base >= floor), None)
-            if way is None or way.sealed is None:
+            way = next((way for way in step.ways if self._leads_on(way, floor, cost_of)), None)
+            if way is None:
                 return ()
             path.append(way)
             if way.base not in self._steps:
                 return tuple(path)
             step = self._steps[way.base]
         return ()
+
+    def _leads_on(self, way: Way, floor: PolicyVersion | None, cost_of: CostOf) -> bool:
+        if way.sealed is None or (floor is not None and way.base < floor):
+            return False
+        base = self._steps.get(way.base)
+        fits = base is None or all(base.results.get(part) == chunk.base for part, chunk in way.chunks.items())
+        return fits and all(cost_of(chunk) is not None for chunk in way.chunks.values())
 
 
 def _step_of(release: Release) -> Step:
@@ -136,6 +138,8 @@ def _step_of(release: Release) -> Step:
     if release.parent is not None and release.patch:
         patches.append((release.parent, release.parent_release, release.patch))
     patches.sort(key=lambda patch: patch[0])
+    if any(base >= release.version for base, _, _ in patches):
+        raise WeightsError(f"release {release.version} names a base that is not before it")
     ways = tuple(Way(base, sealed, _by_part(release, chunks)) for base, sealed, chunks in patches)
     snapshot = _by_part(release, release.snapshot)
     results = [_results(chunks) for chunks in (*(way.chunks for way in ways), snapshot) if chunks]
@@ -144,10 +148,6 @@ def _step_of(release: Release) -> Step:
     if policy_hash(results[0]) != release.policy_hash:
         raise WeightsError(f"the parts of release {release.version} do not add up to its policy hash")
     return Step(release=release, ways=ways, snapshot=snapshot, results=results[0])
-
-
-def _starts_at(way: Way, step: Step) -> bool:
-    return all(step.results.get(part) == chunk.base for part, chunk in way.chunks.items())
 
 
 def _by_part(release: Release, chunks: Chunks) -> dict[str, Chunk]:

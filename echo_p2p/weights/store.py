@@ -31,6 +31,7 @@ class Store:
         self.max_bytes = max_bytes
         self._folder = folder
         self._arriving = folder / "arriving"
+        self._writing = threading.Lock()  # of puts, one at a time: else two would count on the same room
         self._lock = threading.Lock()
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._size_bytes = 0
@@ -67,16 +68,19 @@ class Store:
     def put(self, data: bytes) -> bytes:
         """Keep a blob; returns its hash once it is on disk. Raises WeightsError if pinned blobs leave no room."""
         hash = blob_hash(data)
-        if self._touch(hash):
-            return hash
-        self._make_room(len(data))
-        path = self._path(hash)
-        path.parent.mkdir(exist_ok=True)
-        self._write(path, data)
-        with self._lock:
-            self._size_bytes += len(data) - self._sizes.get(hash, 0)
-            self._sizes[hash] = len(data)
-            self._sizes.move_to_end(hash)
+        with self._writing:
+            path = self._path(hash)
+            if self._touch(hash):
+                if _holds(path, data):
+                    return hash
+                log.warning("blob %s went bad on disk and is written again", path.name[:12])
+                self._drop(hash)
+            self._make_room(len(data))
+            path.parent.mkdir(exist_ok=True)
+            self._write(path, data)
+            with self._lock:
+                self._sizes[hash] = len(data)
+                self._size_bytes += len(data)
         return hash
 
     def get(self, hash: bytes) -> bytes | None:
@@ -125,6 +129,7 @@ class Store:
         self._path(hash).unlink(missing_ok=True)
 
     def _make_room(self, size_bytes: int) -> None:
+        """Holding `_writing`. What is chosen is gone at once, so that nobody pins it meanwhile."""
         with self._lock:
             pinned = frozenset().union(*self._pins.values())
             excess = self._size_bytes + size_bytes - self.max_bytes
@@ -135,13 +140,15 @@ class Store:
                 if hash not in pinned:
                     evicted.append(hash)
                     excess -= size
-        if excess > 0:
-            raise WeightsError(
-                f"a blob of {size_bytes} bytes does not fit: the store is bounded to {self.max_bytes} bytes, and what"
-                " is left is in use; give the store more room"
-            )
+            if excess > 0:
+                raise WeightsError(
+                    f"a blob of {size_bytes} bytes does not fit: the store is bounded to {self.max_bytes} bytes, and"
+                    " what is left is in use; give the store more room"
+                )
+            for hash in evicted:
+                self._size_bytes -= self._sizes.pop(hash)
         for hash in evicted:
-            self._drop(hash)
+            self._path(hash).unlink(missing_ok=True)
 
     def _write(self, path: Path, data: bytes) -> None:
         """All of it or nothing, and on disk when this returns."""
@@ -160,3 +167,10 @@ class Store:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    try:
+        return path.read_bytes() == data
+    except OSError:
+        return False

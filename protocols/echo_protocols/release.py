@@ -66,8 +66,10 @@ class Release(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.patch and not self.snapshot:
             raise ValueError("a release has a patch or a snapshot")
-        if self.patch and (self.parent is None or self.parent >= self.version):
-            raise ValueError("a patch needs an older parent")
+        if self.patch and self.parent is None:
+            raise ValueError("a patch needs a parent")
+        if self.parent is not None and self.parent >= self.version:
+            raise ValueError("a patch leads from an older version")
         skipped = [chunk for skip in self.skips for chunk in skip.chunks]
         if any(chunk.base is None for chunk in (*self.patch, *skipped)):
             raise ValueError("chunks of a patch have a base")
