@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
@@ -24,6 +24,7 @@ _ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/tcp/(?P<port>[0-9]{1,5}
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0.0)]
+UploadRate = Annotated[float, Meta(ge=0.0, le=1e12)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
@@ -71,6 +72,8 @@ class TrainerConfig(Struct, frozen=True, kw_only=True):
     buffer_bytes: Positive = 1 << 30
     pull_deadline_s: Seconds = 60.0
     micro_batch_rows: Positive = 64
+    upload_bytes_s: UploadRate = 0.0
+    """Bytes a second, of all uploads of weights together; 0: no limit. Below 20,000, transfers time out."""
 
 
 class InferenceConfig(Struct, frozen=True, kw_only=True):
@@ -80,10 +83,14 @@ class InferenceConfig(Struct, frozen=True, kw_only=True):
     """
 
     owner: str = ""
+    engine: Literal["auto", "torch", "mlx"] = "auto"
+    """What computes; `auto` takes mlx on Apple silicon for models that it computes as transformers does, else torch."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     max_layers: Annotated[int, Meta(ge=0)] = 0
     memory_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
     store_bytes: Positive = 4 << 30
+    upload_bytes_s: UploadRate = 0.0
+    """Bytes a second, of all that is passed on to other peers; 0: no limit. Below 20,000, transfers time out."""
     lanes: Positive = 2
     nice: Annotated[int, Meta(ge=0, le=19)] = 10
     """How far to stand back on a machine that has other work, as in nice(1)."""
@@ -191,4 +198,16 @@ def _sentence(message: str) -> str:
     """msgspec's `what - at $.a.b` as `a.b`: what."""
     what, separator, path = message.partition(" - at `$")
     key = path.rstrip("`").lstrip(".") if separator else ""
-    return f"`{key}`: {what}." if key else f"{what}."
+    choices = _choices(key.split(".")) if what.startswith("Invalid enum value") else ()
+    cure = f". Choose {', '.join(choices[:-1])} or {choices[-1]}" if choices else ""
+    return f"`{key}`: {what}{cure}." if key else f"{what}."
+
+
+def _choices(keys: list[str]) -> tuple[str, ...]:
+    """The values that the key of an enumeration takes."""
+    schema: Any = NodeConfig
+    for key in keys:
+        if not (isinstance(schema, type) and issubclass(schema, Struct)):
+            return ()
+        schema = next(field.type for field in msgspec.structs.fields(schema) if field.name == key)
+    return get_args(schema) if get_origin(schema) is Literal else ()

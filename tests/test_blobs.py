@@ -1,14 +1,17 @@
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import msgspec
 import pytest
 import trio
+import trio.testing
 
 from echo_p2p.errors import CorruptChunk, RemoteError, Unreachable
 from echo_p2p.net.base import Stream
-from echo_p2p.net.blobs import BLOB_FRAME_BYTES, blob_hash, fetch_blob, fetch_from_any, serve_blobs
+from echo_p2p.net.blobs import BLOB_FRAME_BYTES, blob_hash, fetch_blob, fetch_from_any, receive_blob, serve_blobs
 from echo_p2p.net.memory import MemoryNetwork
+from echo_p2p.net.uplink import Uplink
 from echo_protocols import names
 
 BLOB = random.Random(1).randbytes(2 * BLOB_FRAME_BYTES + 5)
@@ -100,7 +103,7 @@ def test_a_transfer_cut_short_goes_on_with_the_next_holder() -> None:
     offsets: list[int] = []
 
     async def keeps_count(stream: Stream) -> None:
-        _, offset = msgspec.msgpack.decode(await stream.receive())
+        _, offset, _ = msgspec.msgpack.decode(await stream.receive())
         offsets.append(offset)
         await stream.send(reply(len(BLOB)))
         await stream.send(BLOB[offset:])
@@ -172,3 +175,89 @@ def test_a_peer_that_leaves_in_mid_transfer_ends_nothing_else() -> None:
         assert await fetch_blob(network.node("me"), "holder", HASH, len(BLOB)) == BLOB
 
     on_a_network(body)
+
+
+def test_who_would_wait_for_too_long_is_told_that_the_holder_is_busy() -> None:
+    async def main() -> None:
+        network, uplink = MemoryNetwork(), Uplink(slots=1)
+        serve = partial(serve_blobs, network.node("holder"), {HASH: BLOB}.get, uplink=uplink, in_thread=False)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve)
+            async with uplink.transfer("somebody", 1):
+                with pytest.raises(RemoteError) as caught:
+                    await fetch_blob(network.node("me"), "holder", HASH, len(BLOB))
+            assert caught.value.reason == "busy"
+            assert trio.current_time() == pytest.approx(10)
+            assert await fetch_blob(network.node("me"), "holder", HASH, len(BLOB)) == BLOB
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_what_goes_out_is_told_to_the_watcher() -> None:
+    seen: list[tuple[object, ...]] = []
+
+    class Notes:
+        def asked(self, peer: str, hash: bytes) -> None:
+            seen.append(("asked", peer, hash))
+
+        def began(self, peer: str, hash: bytes, size_bytes: int) -> None:
+            seen.append(("began", peer, hash, size_bytes))
+
+        def ended(self, peer: str, hash: bytes, *, whole: bool) -> None:
+            seen.append(("ended", peer, hash, whole))
+
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        await nursery.start(partial(serve_blobs, network.node("watched"), {HASH: BLOB}.get, watcher=Notes()))
+        assert await fetch_blob(network.node("me"), "watched", HASH, len(BLOB)) == BLOB
+        received = bytearray(BLOB[:100])
+        await receive_blob(network.node("me"), "watched", HASH, len(BLOB), received)
+        assert seen == [
+            ("asked", "me", HASH), ("began", "me", HASH, len(BLOB)), ("ended", "me", HASH, True),
+            ("asked", "me", HASH), ("began", "me", HASH, len(BLOB) - 100), ("ended", "me", HASH, True),
+        ]  # fmt: skip
+        seen.clear()
+        network.uplink_bytes_s["watched"] = 1e6
+        async with network.node("me").open("watched", names.BLOB) as stream:
+            await stream.send(msgspec.msgpack.encode((HASH, 0)))
+            await stream.receive()
+        with trio.fail_after(1):
+            while len(seen) < 3:  # noqa: ASYNC110  the other side finds out by itself
+                await trio.sleep(0.01)
+        assert seen[2] == ("ended", "me", HASH, False)
+
+    on_a_network(body)
+
+
+def test_the_network_carries_at_the_rate_of_an_uplink_and_its_streams_in_turn() -> None:
+    async def main() -> None:
+        network = MemoryNetwork(delay_s=0.5, uplink_bytes_s={"slow": 10_000.0})
+        arrived: dict[str, float] = {}
+
+        async def sink(stream: Stream) -> None:
+            async for frame in frames(stream):
+                arrived[frame[:1].decode()] = trio.current_time()
+
+        async def frames(stream: Stream) -> AsyncIterator[bytes]:
+            while True:
+                yield await stream.receive()
+
+        async def send(frame: bytes) -> None:
+            async with network.node("slow").open("sink", names.BLOB) as stream:
+                await stream.send(frame)
+                await trio.sleep(1)
+
+        async with trio.open_nursery() as nursery:
+            await nursery.start(network.node("sink").serve, names.BLOB, sink)
+            async with trio.open_nursery() as sending:
+                sending.start_soon(send, b"a" * 50_000)
+                sending.start_soon(send, b"b" * 50_000)
+                await trio.sleep(1)
+                sending.start_soon(send, b"c" * 100)
+            nursery.cancel_scope.cancel()
+        assert arrived["a"] == pytest.approx(11, abs=0.5)
+        assert arrived["b"] == pytest.approx(11, abs=0.5)
+        assert arrived["c"] < 4
+        assert network.sent_bytes == {"slow": 100_100}
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

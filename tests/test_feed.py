@@ -1,6 +1,8 @@
 """How an inference peer hears of releases: only from trainers, only forwards, and from few who say they hold them."""
 
+import random
 import time
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -12,6 +14,9 @@ from echo_p2p.identity import Identity, from_seed
 from echo_p2p.net.blobs import blob_hash, serve_blobs
 from echo_p2p.net.memory import MemoryNetwork
 from echo_p2p.presence import Presence
+from echo_p2p.spread.announce import Announcer
+from echo_p2p.spread.holdings import Holdings
+from echo_p2p.spread.seeding import Seeding
 from echo_p2p.swarm import Member, Run, Swarm
 from echo_p2p.weights.store import Store
 from echo_protocols import names
@@ -20,7 +25,7 @@ from echo_protocols.peer import RoleRecord
 from echo_protocols.release import Chunk, Release
 from echo_protocols.run import RunManifest
 from echo_protocols.sync import LatestRelease
-from echo_protocols.values import PolicyVersion
+from echo_protocols.values import PolicyVersion, Span
 
 TRAINER, WORKER, HOSTILE = from_seed(b"t" * 32), from_seed(b"w" * 32), from_seed(b"h" * 32)
 MANIFEST = RunManifest(
@@ -115,3 +120,100 @@ def test_few_of_those_who_say_that_they_take_part_are_asked_and_trainers_first(t
     assert holders[0] == TRAINER.peer_id
     assert 1 < len(holders) <= 8
     assert len(set(holders)) == len(holders)
+
+
+def chunk_of(blob: bytes) -> Chunk:
+    return Chunk(part="embed", hash=blob_hash(blob), size_bytes=len(blob), base=None, result=bytes(32))
+
+
+def meet(peers: list[Presence]) -> None:
+    """Let everybody be a member of the run, in everybody's eyes."""
+    for peer in peers:
+        peer.swarm.members = {
+            other.identity.peer_id: Member(
+                other.identity.peer_id,
+                RoleRecord(role="trainer" if other is peers[0] else "inference", software="x", run_id=RUN.run_id),
+                0.0,
+            )
+            for other in peers
+        }
+
+
+def test_chunks_spread_from_feed_to_feed_and_the_trainer_uploads_them_once(tmp_path: Path) -> None:
+    source = random.Random(1)
+    blobs = [source.randbytes(size) for size in (100_000, 50_000, 20_000, 20_001, 20_002)]
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        workers = [presence_of(from_seed(bytes([n]) * 32), network) for n in range(5)]
+        trainer = presence_of(TRAINER, network)
+        meet([trainer, *workers])
+        store = Store(tmp_path / "trainer", 1 << 20)
+        announcer = Announcer(trainer.hive, Holdings(store.__contains__, Seeding()))
+        feeds, stores = [], []
+        async with trio.open_nursery() as nursery:
+            await nursery.start(partial(serve_blobs, trainer.hive, store.get, watcher=announcer))
+            await nursery.start(announcer.serve)
+            for index, worker in enumerate(workers):
+                stores.append(Store(tmp_path / str(index), 1 << 20))
+                feeds.append(Feed(worker, RUN, stores[-1]))
+                nursery.start_soon(feeds[-1].run)
+                watcher = feeds[-1].announcer
+                await nursery.start(partial(serve_blobs, worker.hive, stores[-1].get, watcher=watcher))
+            await trio.sleep(1.5)  # some were looked for before they were there
+            for blob in blobs:
+                store.put(blob)
+            before = network.sent_bytes[TRAINER.peer_id]
+            with trio.fail_after(20):
+                async with trio.open_nursery() as fetching:
+                    for feed in feeds:
+                        for blob in blobs:
+                            fetching.start_soon(feed.fetch, chunk_of(blob))
+                while any(len(each) < len(blobs) for each in stores):  # noqa: ASYNC110  kept a moment after they came
+                    await trio.sleep(0.01)
+            assert network.sent_bytes[TRAINER.peer_id] - before < 1.3 * sum(map(len, blobs))
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+def test_a_chunk_that_nobody_announces_is_asked_for_in_the_end(tmp_path: Path) -> None:
+    async def main() -> None:
+        network, blob = MemoryNetwork(), b"old software"
+        worker, trainer = presence_of(WORKER, network), presence_of(TRAINER, network)
+        meet([trainer, worker])
+        feed = Feed(worker, RUN, Store(tmp_path, 1 << 20))
+        async with trio.open_nursery() as nursery:
+            await nursery.start(partial(serve_blobs, trainer.hive, {blob_hash(blob): blob}.get, in_thread=False))
+            nursery.start_soon(feed.run)
+            began_at = trio.current_time()
+            assert await feed.fetch(chunk_of(blob)) == blob
+            assert 29 < trio.current_time() - began_at < 40
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.02))
+
+
+def test_neighbours_of_the_same_layers_are_preferred_in_an_order_of_ones_own(tmp_path: Path) -> None:
+    asked: list[list[str]] = []
+    for identity in (WORKER, HOSTILE):
+        worker = presence_of(identity, MemoryNetwork())
+        worker.record = RoleRecord(role="inference", software="x", span=Span(start=1, end=3, layers=4))
+        crowd = [from_seed(bytes([n]) * 32).peer_id for n in range(20)]
+        worker.swarm.members = {
+            peer: Member(
+                peer,
+                RoleRecord(
+                    role="inference", software="x", run_id=RUN.run_id,
+                    span=Span(start=index % 4, end=index % 4 + 1, layers=4),
+                ),
+                0.0,
+            )
+            for index, peer in enumerate(crowd)
+        }  # fmt: skip
+        feed = Feed(worker, RUN, Store(tmp_path / identity.peer_id, 1 << 20))
+        ordered = feed.neighbours()
+        assert {crowd.index(peer) % 4 for peer in ordered[:10]} == {1, 2}
+        asked.append(list(ordered))
+    assert asked[0] != asked[1]
+    assert sorted(asked[0]) == sorted(asked[1])

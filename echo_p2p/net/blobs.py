@@ -9,7 +9,8 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal
+from functools import partial
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import trio
@@ -18,27 +19,39 @@ from trio import TaskStatus
 
 from echo_p2p.errors import CorruptChunk, EchoError, FrameTooLarge, NetError, RemoteError, Unreachable
 from echo_p2p.net.base import Stream, Streams
+from echo_p2p.net.uplink import Busy, Transfer, Uplink
 from echo_protocols import names
 from echo_protocols.values import Count, Hash
 
 log = logging.getLogger(__name__)
 
-BLOB_FRAME_BYTES = 2**20
+BLOB_FRAME_BYTES = 2**16
 """Bytes of each frame of a transfer but the last. Also the least that has to arrive within each deadline."""
 
-MAX_STREAMS = 32
+MAX_STREAMS = 64
+INLINE_MAX_BYTES = 2**18
+"""Blobs up to this size are hashed where they are: in less time than a thread takes to be asked."""
+
 _REQUEST_MAX_BYTES = 1024
 _IDLE_S = 60.0
-_SEND_DEADLINE_S = 30.0
+_SEND_DEADLINE_S = 10.0
 
 _UNDECODABLE = (msgspec.DecodeError, RecursionError)
 
-Refusal = Literal["absent", "malformed", "offset"]
+Refusal = Literal["absent", "malformed", "offset", "busy"]
+
+_NOT_NOW = ("absent", "busy")
+
+Lookup = Callable[[bytes], bytes | None]
+"""The blob of a hash, or None."""
 
 
 class _Request(Struct, frozen=True, array_like=True):
+    """`size_bytes` is what the blob is expected to have, 0 if that isn't known: small ones need not wait for large."""
+
     hash: Hash
     offset: Count
+    size_bytes: Count = 0
 
 
 class _Reply(Struct, frozen=True, array_like=True):
@@ -53,19 +66,39 @@ def blob_hash(data: bytes | bytearray | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=32).digest()
 
 
+class Watcher(Protocol):
+    """Is told of blobs on their way out."""
+
+    def asked(self, peer: str, hash: bytes) -> None:
+        """A blob is asked for, and will be sent when it is its turn."""
+
+    def began(self, peer: str, hash: bytes, size_bytes: int) -> None:
+        """`size_bytes` are about to be sent."""
+
+    def ended(self, peer: str, hash: bytes, *, whole: bool) -> None:
+        """It was sent to the last byte, or something came between."""
+
+
 async def serve_blobs(
     streams: Streams,
-    lookup: Callable[[bytes], bytes | None],
+    lookup: Lookup,
     *,
     refused: Counter[str] | None = None,
+    uplink: Uplink | None = None,
+    watcher: Watcher | None = None,
+    in_thread: bool = True,
     task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve what `lookup` (called in a worker thread) finds, until cancelled; `refused` counts what is no request."""
+    """Serve what `lookup` finds, until cancelled; `refused` counts what is no request.
+
+    `lookup` is called in a worker thread, unless it is said not to block (`in_thread` false).
+    """
+    server = _Server(lookup, uplink or Uplink(), watcher, in_thread)
     counts = Counter[str]() if refused is None else refused
 
     async def handle(stream: Stream) -> None:
         try:
-            while await _answer(stream, lookup):
+            while await server.answer(stream):
                 pass
             counts["malformed"] += 1
         except FrameTooLarge as error:
@@ -85,26 +118,59 @@ async def serve_blobs(
     )
 
 
-async def _answer(stream: Stream, lookup: Callable[[bytes], bytes | None]) -> bool:
-    """Answer one request; False if the peer doesn't speak the protocol."""
-    with trio.fail_after(_IDLE_S):
-        frame = await stream.receive()
-    try:
-        request = msgspec.msgpack.decode(frame, type=_Request)
-    except _UNDECODABLE:
-        await _send(stream, msgspec.msgpack.encode(_Reply(0, "malformed")))
-        return False
-    data = await trio.to_thread.run_sync(lookup, request.hash)
-    if data is None:
-        await _send(stream, msgspec.msgpack.encode(_Reply(0, "absent")))
-    elif request.offset > len(data):
-        await _send(stream, msgspec.msgpack.encode(_Reply(len(data), "offset")))
-    else:
-        await _send(stream, msgspec.msgpack.encode(_Reply(len(data))))
+class _Server:
+    """Answers requests. A blob is read once it is its turn, so that few are in memory at a time."""
+
+    def __init__(self, lookup: Lookup, uplink: Uplink, watcher: Watcher | None, in_thread: bool) -> None:
+        self._lookup = lookup
+        self._uplink = uplink
+        self._watcher = watcher
+        self._in_thread = in_thread
+
+    async def answer(self, stream: Stream) -> bool:
+        """Answer one request; False if the peer doesn't speak the protocol."""
+        with trio.fail_after(_IDLE_S):
+            frame = await stream.receive()
+        try:
+            request = msgspec.msgpack.decode(frame, type=_Request)
+        except _UNDECODABLE:
+            await _reply(stream, 0, "malformed")
+            return False
+        whole = False
+        if self._watcher is not None:
+            self._watcher.asked(stream.peer, request.hash)
+        try:
+            async with self._uplink.transfer(stream.peer, max(0, request.size_bytes - request.offset)) as transfer:
+                whole = await self._serve(stream, request, transfer)
+        except Busy:
+            await _reply(stream, 0, "busy")
+        finally:
+            if self._watcher is not None:
+                self._watcher.ended(stream.peer, request.hash, whole=whole)
+        return True
+
+    async def _serve(self, stream: Stream, request: _Request, transfer: Transfer) -> bool:
+        """Send the blob, or say why not; whether it was sent."""
+        data = await self._find(request.hash)
+        if data is None or request.offset > len(data):
+            await _reply(stream, len(data or b""), "absent" if data is None else "offset")
+            return False
+        size_bytes = len(data) - request.offset
+        if self._watcher is not None:
+            self._watcher.began(stream.peer, request.hash, size_bytes)
+        transfer.place.left_bytes = size_bytes
+        await _reply(stream, len(data))
         view = memoryview(data)
         for start in range(request.offset, len(data), BLOB_FRAME_BYTES):
-            await _send(stream, view[start : start + BLOB_FRAME_BYTES])
-    return True
+            await transfer.carry(view[start : start + BLOB_FRAME_BYTES], partial(_send, stream))
+        return True
+
+    async def _find(self, hash: bytes) -> bytes | None:
+        return await trio.to_thread.run_sync(self._lookup, hash) if self._in_thread else self._lookup(hash)
+
+
+async def _reply(stream: Stream, size_bytes: int, refusal: Refusal | None = None) -> None:
+    await _send(stream, msgspec.msgpack.encode(_Reply(size_bytes, refusal)))
 
 
 async def _send(stream: Stream, data: bytes | memoryview) -> None:
@@ -119,8 +185,8 @@ async def fetch_blob(streams: Streams, peer: str, hash: bytes, size_bytes: int, 
     StreamClosed, and RemoteError with the reason ("absent").
     """
     received = bytearray()
-    await _receive(streams, peer, hash, size_bytes, received, timeout_s)
-    return await _checked(received, hash, peer)
+    await receive_blob(streams, peer, hash, size_bytes, received, timeout_s=timeout_s)
+    return await checked_blob(received, hash, peer)
 
 
 async def fetch_from_any(
@@ -136,11 +202,11 @@ async def fetch_from_any(
         for _ in range(2):  # once more from the start if the bytes of an earlier peer may be what is wrong
             resumed = bool(received)
             try:
-                await _receive(streams, peer, hash, size_bytes, received, timeout_s)
-                return await _checked(received, hash, peer)
+                await receive_blob(streams, peer, hash, size_bytes, received, timeout_s=timeout_s)
+                return await checked_blob(received, hash, peer)
             except (NetError, RemoteError, CorruptChunk) as error:
                 failures.append(error)
-                if isinstance(error, NetError) or (isinstance(error, RemoteError) and error.reason == "absent"):
+                if isinstance(error, NetError) or (isinstance(error, RemoteError) and error.reason in _NOT_NOW):
                     break  # what has arrived is good as far as anybody knows
                 received.clear()
                 if not resumed:
@@ -152,19 +218,21 @@ async def fetch_from_any(
     raise Unreachable(f"blob {hash.hex()[:12]} could not be fetched from {len(peers)} peers; last: {last}")
 
 
-async def _checked(received: bytearray, hash: bytes, peer: str) -> bytes:
+async def checked_blob(received: bytearray, hash: bytes, peer: str) -> bytes:
+    """The blob that has been received, last from `peer`. Raises CorruptChunk if it isn't what was asked for."""
     data = bytes(received)
-    if await trio.to_thread.run_sync(blob_hash, data) != hash:
+    small = len(data) <= INLINE_MAX_BYTES
+    if (blob_hash(data) if small else await trio.to_thread.run_sync(blob_hash, data)) != hash:
         raise CorruptChunk(f"what {peer} sent does not hash to {hash.hex()[:12]}; ask another peer")
     return data
 
 
-async def _receive(
-    streams: Streams, peer: str, hash: bytes, size_bytes: int, received: bytearray, timeout_s: float
+async def receive_blob(
+    streams: Streams, peer: str, hash: bytes, size_bytes: int, received: bytearray, *, timeout_s: float = 20.0
 ) -> None:
-    """Add to `received` what the peer has beyond it. Whatever fails, what has arrived stays."""
+    """Add to `received` what the peer has beyond it. Whatever fails, what has arrived stays. Raises as `fetch_blob`."""
     async with streams.open(peer, names.BLOB, timeout_s=timeout_s) as stream:
-        await stream.send(msgspec.msgpack.encode(_Request(hash, len(received))))
+        await stream.send(msgspec.msgpack.encode(_Request(hash, len(received), size_bytes)))
         try:
             reply = msgspec.msgpack.decode(await _next(stream, timeout_s), type=_Reply)
         except _UNDECODABLE:

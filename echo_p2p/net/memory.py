@@ -1,7 +1,8 @@
 """All three seams inside one process: for tests, simulations and the co-located run. Knows no vendor, opens no socket.
 
-Delay, loss and partitions can be set at any time; under trio's `MockClock` (with `now=trio.current_time`) time is
-virtual. Differences from the real stacks: everybody gossips with everybody, and records live in the network itself.
+Delay, loss, partitions and upload rates can be set at any time; under trio's `MockClock` (with
+`now=trio.current_time`) time is virtual. Differences from the real stacks: everybody gossips with everybody, and
+records live in the network itself.
 """
 
 import logging
@@ -50,11 +51,16 @@ class MemoryNetwork:
     seed: int = 0
     queue_messages: int = 256
     now: Callable[[], float] = time.time
+    uplink_bytes_s: dict[str, float] = field(default_factory=dict)
+    """By peer: what leaves it over streams goes out at this rate, packet by packet, its streams in turn; a sender waits
+    until its frame has left. Peers that aren't named, records and gossip know no such limit."""
+    sent_bytes: Counter[str] = field(default_factory=Counter)  # by peer, over streams
     _nodes: dict[str, "MemoryNode"] = field(default_factory=dict)
     _records: dict[str, dict[str, Record]] = field(default_factory=dict)
     _sides: dict[str, int] = field(default_factory=dict)
     open_streams: set[MemoryStream] = field(default_factory=set)
     _random: random.Random = field(init=False)
+    _uplink_free_at: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -75,6 +81,16 @@ class MemoryNetwork:
     def heal(self) -> None:
         """Undo `split`."""
         self._sides = {}
+
+    def leaves_at(self, peer: str, size_bytes: int) -> float:
+        """When a packet that `peer` sends now has left it; the next one goes out behind it."""
+        now = trio.current_time()
+        self.sent_bytes[peer] += size_bytes
+        if peer not in self.uplink_bytes_s:
+            return now
+        at = max(now, self._uplink_free_at.get(peer, 0.0)) + size_bytes / self.uplink_bytes_s[peer]
+        self._uplink_free_at[peer] = at
+        return at
 
     def connects(self, one: str, other: str) -> bool:
         """Whether two peers can reach each other."""

@@ -11,14 +11,23 @@ FRAMES_IN_FLIGHT_MAX = 64
 """Frames of one direction of a stream that wait for the receiver before the sender does."""
 
 
+PACKET_BYTES = 4096
+"""What a sender with a limited upload rate sends before others of its streams get their turn."""
+
+
 class Medium(Protocol):
     """What a stream asks of the network that it runs over."""
 
     delay_s: float
     open_streams: set["MemoryStream"]
 
+    uplink_bytes_s: dict[str, float]
+
     def connects(self, one: str, other: str) -> bool:
         """Whether two peers can reach each other."""
+
+    def leaves_at(self, peer: str, size_bytes: int) -> float:
+        """When a packet that `peer` sends now has left it."""
 
 
 class MemoryStream:
@@ -37,6 +46,7 @@ class MemoryStream:
         self._outgoing = outgoing
         self._incoming = incoming
         self._max_frame_bytes = max_frame_bytes
+        self._sending = trio.Lock()
         self._next: tuple[float, bytes] | None = None  # taken, but not yet due
         network.open_streams.add(self)
 
@@ -49,9 +59,22 @@ class MemoryStream:
         if len(frame) > FRAME_MAX_BYTES:
             raise FrameTooLarge(f"a frame of {len(frame)} bytes exceeds {FRAME_MAX_BYTES}; send it in pieces")
         try:
-            await self._outgoing.send((trio.current_time() + self._network.delay_s, frame))
+            async with self._sending:
+                left_at = await self._leave(len(frame))
+                await self._outgoing.send((left_at + self._network.delay_s, frame))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise StreamClosed(f"peer {self._peer} closed the stream while we were sending") from error
+
+    async def _leave(self, size_bytes: int) -> float:
+        """Return when a frame has left this node: at once, or packet by packet in turn with those of other streams."""
+        network = self._network
+        if self._own not in network.uplink_bytes_s:
+            return network.leaves_at(self._own, size_bytes)
+        left_at = trio.current_time()
+        for start in range(0, size_bytes, PACKET_BYTES):
+            left_at = network.leaves_at(self._own, min(PACKET_BYTES, size_bytes - start))
+            await trio.sleep_until(left_at)
+        return left_at
 
     async def receive(self) -> bytes:
         try:

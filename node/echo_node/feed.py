@@ -1,27 +1,31 @@
-"""The releases of a run as an inference peer hears of them: gossip, records, and blobs from whoever holds them.
+"""The releases of a run as an inference peer hears of them: gossip, records, and chunks from whoever holds them.
 
-Checks each one at the border. Knows no stage.
+Checks each one at the border, and passes on what has come. Knows no stage.
 """
 
 import logging
 import random
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import trio
 
-from echo_p2p.errors import EchoError, WeightsError
+from echo_p2p.errors import EchoError, Unreachable, WeightsError
 from echo_p2p.net.base import Message
-from echo_p2p.net.blobs import fetch_from_any
+from echo_p2p.net.blobs import blob_hash, fetch_from_any
 from echo_p2p.presence import Presence
-from echo_p2p.swarm import Run
+from echo_p2p.spread.announce import Announcer
+from echo_p2p.spread.exchange import Exchange
+from echo_p2p.spread.holdings import Holdings
+from echo_p2p.swarm import Member, Run
 from echo_p2p.weights.fetch import Replica
 from echo_p2p.weights.store import Store
 from echo_protocols import names
 from echo_protocols.envelope import RELEASE, Refusal
 from echo_protocols.release import Chunk, Release
 from echo_protocols.sync import release_fault
-from echo_protocols.values import PolicyVersion
+from echo_protocols.values import PolicyVersion, Span
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +33,14 @@ _SEALED_MAX_BYTES = RELEASE.max_bytes + 512
 _KNOWN_MAX = 512
 _OTHER_HOLDERS = 6
 _RETRY_S = 1.0
+_ASKED_ONE_BY_ONE = 2
 
 
 class Feed:
-    """The newest release, and older ones by hash. Remembers the last 512 that it opened."""
+    """The newest release, and older ones by hash. Remembers the last 512 that it opened.
+
+    `announcer` tells other peers which chunks they can have here; it is the watcher of the blobs that are served.
+    """
 
     def __init__(self, presence: Presence, run: Run, store: Store) -> None:
         self.newest: Release | None = None
@@ -41,6 +49,15 @@ class Feed:
         self._store = store
         self._known: OrderedDict[bytes, Release] = OrderedDict()
         self._news = trio.Event()
+        self.announcer = Announcer(presence.hive, Holdings(store.__contains__), refused=presence.border.refused)
+        self._exchange = Exchange(
+            presence.hive,
+            keep=self._keep,
+            kept=self.announcer.gained,
+            report=presence.border.refuse,
+            seed=random.getrandbits(32),
+        )
+        self._one_by_one = trio.CapacityLimiter(_ASKED_ONE_BY_ONE)
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -48,8 +65,11 @@ class Feed:
         return self.newest.version if self.newest else None
 
     async def run(self) -> None:
-        """Listen until cancelled."""
+        """Listen, and exchange chunks, until cancelled."""
         async with trio.open_nursery() as nursery:
+            await nursery.start(self.announcer.serve)
+            nursery.start_soon(self._exchange.run)
+            nursery.start_soon(self._meet)
             nursery.start_soon(self._hear)
             nursery.start_soon(self._look)
 
@@ -84,21 +104,48 @@ class Feed:
         return release
 
     async def fetch(self, chunk: Chunk) -> bytes:
-        """A chunk's blob, from any holder. Raises CorruptChunk, NetError, RemoteError."""
-        return await fetch_from_any(self._presence.hive, self._holders(), chunk.hash, chunk.size_bytes)
+        """A chunk's blob, from whoever announces it. Raises CorruptChunk, NetError, RemoteError.
 
-    def _holders(self) -> list[str]:
-        """Who may hold blobs of this run: its trainers first, then its other peers in no order."""
+        When nobody does for long, those who should have it are asked one by one.
+        """
+        try:
+            return await self._exchange.fetch(chunk.hash, chunk.size_bytes)
+        except Unreachable as error:
+            log.info("chunk of %s: %s", chunk.part, error)
+        async with self._one_by_one:
+            return await fetch_from_any(self._presence.hive, self._holders(), chunk.hash, chunk.size_bytes)
+
+    def neighbours(self) -> list[str]:
+        """Other peers of the run to exchange chunks with: first who serves layers of ours, else in an order of ours."""
+        span, ours = self._presence.record.span, self._presence.swarm.peer
+
+        def rank(member: Member) -> tuple[bool, bytes]:
+            return not _overlap(span, member.record.span), blob_hash(f"{ours} {member.peer}".encode())
+
+        return [member.peer for member in sorted(self._participants()[1], key=rank)]
+
+    async def _meet(self) -> None:
+        while True:
+            self._exchange.meet(self._participants()[0], self.neighbours())
+            await self._presence.swarm.changed()
+
+    def _participants(self) -> tuple[Sequence[str], list[Member]]:
+        """The run's trainers, and its other peers."""
         swarm = self._presence.swarm
-        trainers = [member.peer for member in swarm.trainers()]
+        trainers = [member.peer for member in swarm.trainers()] or list(self._run.manifest.trainers)
         others = [
-            peer
+            member
             for peer, member in swarm.members.items()
             if member.record.run_id == self._run.run_id and peer not in trainers and peer != swarm.peer
         ]
+        return trainers, others
+
+    def _holders(self) -> list[str]:
+        """Who may hold blobs of this run: its trainers first, then its other peers in no order."""
+        trainers, others = self._participants()
         # few: anybody may say that it takes part, and each that never answers costs a deadline
         chosen = random.sample(others, min(_OTHER_HOLDERS, len(others)))
-        return (trainers or list(self._run.manifest.trainers)) + chosen
+        return [*trainers, *(member.peer for member in chosen)]
 
     async def _hear(self) -> None:
         async with self._presence.gossip.subscribe(names.release_topic(self._presence.swarm.name)) as messages:
@@ -121,11 +168,13 @@ class Feed:
                     log.info("release %s can't be had yet: %s", latest.version, error)
             await self._presence.swarm.changed()
 
-    async def _keep(self, sealed: bytes) -> None:
+    async def _keep(self, blob: bytes) -> bool:
         try:
-            await trio.to_thread.run_sync(self._store.put, sealed)
+            await trio.to_thread.run_sync(self._store.put, blob)
         except WeightsError as error:
-            log.warning("a release is used but not kept: %s", error)
+            log.warning("a blob is used but not kept: %s", error)
+            return False
+        return True
 
     def _open(self, sealed: bytes, *, once: bool) -> Release | None:
         border = self._presence.border
@@ -145,3 +194,7 @@ class Feed:
             self.newest = release
             self._news.set()
             self._news = trio.Event()
+
+
+def _overlap(one: Span | None, other: Span | None) -> bool:
+    return one is not None and other is not None and one.start < other.end and other.start < one.end

