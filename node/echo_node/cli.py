@@ -92,6 +92,7 @@ def node_config(role: str, flags: dict[str, Any]) -> NodeConfig:
         "run.protocol": flags.get("protocol"),
         "trainer.steps": flags.get("steps"),
         "inference.max_layers": flags.get("max_layers"),
+        "inference.engine": flags.get("engine"),
         "inference.slowdown_s": flags.get("slowdown"),
         "inference.owner": flags.get("owner"),
     }
@@ -127,12 +128,22 @@ def bootstrap(ctx: click.Context, /, **flags: Any) -> None:
 @_option("--protocol", type=click.Choice(["sequential", "async"]), help="Trainer: how rollouts are synchronised.")
 @_option("--steps", type=int, help="Trainer: stop after so many steps.")
 @_option("--max-layers", type=int, help="Inference: serve at most so many layers.  [default: what fits]")
+@_option(
+    "--engine",
+    metavar="[auto|torch|mlx]",
+    help="Inference: what computes. auto: mlx on Apple silicon for models that pass its self-check, else torch.",
+)
 @_option("--owner", help="Inference: only serve runs of this PeerID.  [default: the oldest run that is found]")
 @_option("--slowdown", type=float, help="Inference: seconds to wait after each decode step, for experiments.")
 @click.pass_context
 def join(ctx: click.Context, /, role: str, **flags: Any) -> None:
     """Join a swarm as an inference peer or a trainer."""
-    _run_node(ctx, node_config(role, flags))
+    from echo_p2p.chain.engines import engines_to_try, this_machine
+
+    config = node_config(role, flags)
+    if role == "inference":
+        engines_to_try(config.inference.engine, config.inference.device, this_machine())
+    _run_node(ctx, config)
 
 
 def _leave(status: int) -> NoReturn:

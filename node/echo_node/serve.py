@@ -21,11 +21,11 @@ from echo_node.produce import Counter, Head
 from echo_node.prompts import Prompts
 from echo_node.state import InferenceView
 from echo_p2p.chain.driver import open_chain
+from echo_p2p.chain.engines import load_engine
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.ring import Ring, opening_fault
 from echo_p2p.chain.server import ChainServer
 from echo_p2p.chain.stage import Stage
-from echo_p2p.chain.torch_stage import load_stage
 from echo_p2p.errors import ChainError
 from echo_p2p.swarm import Run
 from echo_p2p.tensors import Bits, TensorUpdate
@@ -151,11 +151,12 @@ class Service:
         config = self._board.config.inference
         sampling = self._run.manifest.sampling
         stage: Stage = await trio.to_thread.run_sync(
-            lambda: load_stage(self._prompts.model_path, span, device=config.device)
+            lambda: load_engine(config.engine, self._prompts.model_path, span, device=config.device)
         )
         log.info(
-            "loaded span %s of %s, answers of up to %d tokens", span, self._run.manifest.model, sampling.max_new_tokens
-        )
+            "loaded span %s of %s into %s, answers of up to %d tokens",
+            span, self._run.manifest.model, stage.engine, sampling.max_new_tokens,
+        )  # fmt: skip
         return SlowStage(stage, config.slowdown_s) if config.slowdown_s else stage
 
     def _allow(self, peer: str, opening: Open) -> str | None:

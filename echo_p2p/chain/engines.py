@@ -1,0 +1,85 @@
+"""Which engine computes a peer's span: chosen from what is asked for, installed and proven here.
+
+The choice is pure. An engine's home is imported once it is chosen, so that this costs nothing to ask.
+"""
+
+import logging
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from echo_p2p.chain.stage import Stage
+from echo_p2p.errors import ConfigError, ModelError
+from echo_protocols.values import Span
+
+log = logging.getLogger(__name__)
+
+Engine = Literal["auto", "torch", "mlx"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the choice depends on."""
+
+    apple_silicon: bool
+    mlx_installed: bool
+
+
+def this_machine() -> Machine:
+    """The machine that we run on; imports no engine."""
+    return Machine(
+        apple_silicon=sys.platform == "darwin" and platform.machine() == "arm64",
+        mlx_installed=all(find_spec(package) is not None for package in ("mlx", "mlx_lm")),
+    )
+
+
+def engines_to_try(engine: Engine, device: Device, machine: Machine) -> tuple[Engine, ...]:
+    """The engines to load, best first; the later ones are for models that the first can't compute.
+
+    Raises ConfigError if what is asked for can't be had on any model.
+    """
+    if engine == "auto":
+        fast = machine.apple_silicon and machine.mlx_installed and device in ("auto", "mps")
+        return ("mlx", "torch") if fast else ("torch",)
+    if engine == "mlx" and not machine.mlx_installed:
+        package = "echo-p2p[mlx]" if machine.apple_silicon else "mlx-lm[cpu]"
+        raise ConfigError(f"--engine mlx needs mlx-lm: run pip install '{package}', or choose --engine torch.")
+    if engine == "mlx" and device == "cuda":
+        raise ConfigError("--engine mlx does not compute on inference.device='cuda': choose --engine torch.")
+    return (engine,)
+
+
+def load_engine(
+    engine: Engine, model_path: Path, span: Span, *, device: Device = "auto", machine: Machine | None = None
+) -> Stage:
+    """Load a span with the first engine that computes this model rightly. Raises ConfigError, ModelError."""
+    names = engines_to_try(engine, device, machine or this_machine())
+    for name in names[:-1]:
+        try:
+            return _LOADERS[name](model_path, span, device)
+        except ModelError as error:
+            log.warning("%s; taking %s instead", error, names[-1])
+    return _LOADERS[names[-1]](model_path, span, device)
+
+
+def _load_torch(model_path: Path, span: Span, device: Device) -> Stage:
+    from echo_p2p.chain.torch_stage import load_stage
+
+    return load_stage(model_path, span, device=device)
+
+
+def _load_mlx(model_path: Path, span: Span, device: Device) -> Stage:
+    from echo_p2p.chain.mlx_stage import load_stage, prove
+
+    assert device != "cuda"  # engines_to_try has refused it
+    apart = prove(model_path, span, lambda path, alone: _load_torch(path, alone, "cpu"), device=device)
+    log.info("mlx computes %s as transformers does, within %.1e", model_path.name, apart)
+    return load_stage(model_path, span, device=device)
+
+
+_LOADERS: dict[Engine, Callable[[Path, Span, Device], Stage]] = {"torch": _load_torch, "mlx": _load_mlx}
