@@ -11,6 +11,7 @@ from echo_node.inference import candidates, successor
 from echo_node.plans import PEERS_MAX, bounded, lead
 from echo_node.standing import Standing
 from echo_p2p.chain.plan import plan
+from echo_p2p.chain.pricing import Device, Workload
 from echo_p2p.config import NetworkConfig
 from echo_p2p.identity import Identity, from_seed
 from echo_p2p.net.base import RECORD_MAX_BYTES, Record
@@ -308,12 +309,11 @@ def test_the_plan_goes_on_without_a_peer_that_never_answers() -> None:
 def test_absurd_capacities_make_a_plan_that_all_can_read() -> None:
     made = plan(
         {
-            "a" * 50: Capacity(max_layers=65536, layers_per_s=1e12),
-            "b" * 50: Capacity(max_layers=2, layers_per_s=5e-324),
-            "c" * 50: Capacity(max_layers=2, layers_per_s=1e12),
+            "a" * 50: Device(max_layers=65536, layers_per_s=1e12),
+            "b" * 50: Device(max_layers=2, layers_per_s=5e-324),
+            "c" * 50: Device(max_layers=2, layers_per_s=1e12),
         },
-        4,
-        None,
+        Workload(layers=4),
     )
     assert len(made.chains) == 2
 

@@ -1,83 +1,144 @@
-"""Decides which peers form chains and which layers each serves. Pure: the same peers and the same past, the same plan.
+"""Decides which peers form chains and which layers each serves. Pure: the same peers, links and past, the same plan.
 
-Sticky: a chain whose members all stay is left alone, for moving layers means loading weights. Does not know latency,
-reachability or the price of the output matrix yet.
+Sticky, for moving layers means loading weights: chains are balanced once. A peer that leaves or joins moves only the
+layers that it served or takes; everything is laid out anew only where that makes the swarm worth a fifth more. Knows
+no network.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from statistics import median
+from typing import Final
 
-from echo_protocols.peer import Capacity, Plan, Stop
+from echo_p2p.chain.balance import balance, rows_of
+from echo_p2p.chain.pricing import Costs, Device, Links, Workload, costs_of
+from echo_p2p.chain.repair import Laid, fits, joined, laid_worths, repaired
+from echo_p2p.chain.search import LOOKS, best_chains
+from echo_protocols.peer import Plan, Stop
 from echo_protocols.values import Span
 
+MARGIN: Final = 0.2
+"""How much more a new layout must be worth than the old one before anybody else's layers are moved."""
 
-def plan(peers: Mapping[str, Capacity], layers: int, previous: Plan | None) -> Plan:
-    """Chains over `peers` that each cover `layers` layers; `number` grows only if the chains change.
+_REGROUPED_MAX = 8  # chains that are tried, those of least worth
+_REGROUPED_EXACT = 8
+_REGROUPED_LOOKS = 4_000
+_ANYWHERE = Links()
 
-    A chain that lost a member, or holds one that no longer fits its span, dissolves and its members are placed anew.
-    """
-    staying = [chain for chain in _chains(previous, layers) if all(_fits(stop, peers) for stop in chain)]
-    placed = {stop.peer for chain in staying for stop in chain}
-    free = {peer: peers[peer] for peer in sorted(peers) if peer not in placed and peers[peer].max_layers > 0}
-    usual = _usual_speed(peers)
-    chains = (*staying, *(_lay_out(group, free, layers, usual) for group in _groups(free, layers)))
-    if previous is not None and previous.layers == layers and previous.chains == chains:
-        return previous
+
+def plan(devices: Mapping[str, Device], work: Workload, previous: Plan | None = None, links: Links = _ANYWHERE) -> Plan:
+    """Chains over `devices` that each cover the layers of `work`; `number` grows only if the chains change."""
+    costs = costs_of(devices, work, links)
+    before = previous if previous is not None and previous.layers == work.layers else None
+    chains = _stops(costs, _chosen(costs, before))
+    if before is not None and before.chains == chains:
+        return before
     changed = previous is not None or bool(chains)
-    return Plan(number=(previous.number if previous else 0) + changed, layers=layers, chains=chains)
+    return Plan(number=(previous.number if previous else 0) + changed, layers=work.layers, chains=chains)
 
 
-def split(capacities: list[int], speeds: list[float], layers: int) -> list[int]:
-    """How many layers each stage serves: at least one, within its capacity, the slowest stage as fast as can be.
+def tokens_per_s(devices: Mapping[str, Device], work: Workload, made: Plan, links: Links = _ANYWHERE) -> float:
+    """What the chains of a plan make together, as far as `devices` and `links` say."""
+    costs = costs_of(devices, work, links)
+    return sum(laid.tokens_s(costs) for laid in _past(costs, made) if laid.whole)
 
-    Gives one layer at a time to whichever stage would then be least late, which is exact for this objective.
+
+def _chosen(costs: Costs, previous: Plan | None) -> list[Laid]:
+    everybody = range(len(costs.peers))
+    if previous is None or not previous.chains:
+        return _laid_out(costs, best_chains(costs, everybody))
+    looks = LOOKS - LOOKS // 4  # the rest is for those that are free
+    anew = _laid_out(costs, best_chains(costs, everybody, looks))
+    return _better(costs, _kept(costs, previous), anew)
+
+
+def _better(costs: Costs, kept: Sequence[Laid], anew: Sequence[Laid]) -> list[Laid]:
+    """The kept chains, except where others of the same peers are worth more by the margin.
+
+    Decided for each group of chains that have no peer in common with the rest, so that nobody moves for others' gain.
     """
-    shares = [1] * len(capacities)
-    for _ in range(layers - len(capacities)):
-        room = [i for i, share in enumerate(shares) if share < capacities[i]]
-        shares[min(room, key=lambda i: ((shares[i] + 1) / speeds[i], i))] += 1
-    return shares
+    groups: list[tuple[set[int], list[Laid], list[Laid]]] = []  # peers, their chains, and their chains anew
+    for side, chains in enumerate((kept, anew)):
+        for laid in chains:
+            touched = [group for group in groups if not group[0].isdisjoint(laid.order)]
+            groups = [group for group in groups if group[0].isdisjoint(laid.order)]
+            merged: tuple[list[Laid], list[Laid]] = (
+                [each for group in touched for each in group[1]],
+                [each for group in touched for each in group[2]],
+            )
+            merged[side].append(laid)
+            groups.append((set(laid.order).union(*(group[0] for group in touched)), *merged))
+    chosen: set[Laid] = set()
+    for _, old, new in groups:
+        gained = sum(laid_worths(costs, new)) > sum(laid_worths(costs, old)) * (1.0 + MARGIN)
+        chosen.update(new if gained else old)
+    return [laid for laid in kept if laid in chosen] + [laid for laid in anew if laid in chosen and laid not in kept]
 
 
-def _chains(previous: Plan | None, layers: int) -> tuple[tuple[Stop, ...], ...]:
-    return previous.chains if previous is not None and previous.layers == layers else ()
+def _kept(costs: Costs, previous: Plan) -> list[Laid]:
+    """The chains that were, repaired where that can be; with those that are free, in chains of their own or joining."""
+    past = _past(costs, previous)
+    staying = {place: laid for place, laid in enumerate(past) if fits(costs, laid)}
+    placed = {peer for laid in staying.values() for peer in laid.order}
+    free = [peer for peer in range(len(costs.peers)) if peer not in placed]
+    serving = {peer for laid in past for peer in laid.order}  # a standby serves nowhere
+    for place, laid in enumerate(past):
+        if place not in staying:
+            standby = [peer for peer in free if peer not in serving]
+            mended = repaired(costs, laid, standby)
+            if mended is not None:
+                staying[place] = mended
+                free = [peer for peer in free if peer not in mended.order]
+    chains = [staying[place] for place in sorted(staying)]
+    new = _laid_out(costs, best_chains(costs, free, LOOKS // 4))
+    free = _left(free, new)
+    if len(staying) < len(past) and free:
+        chains, free = _regrouped(costs, chains, free)
+    return joined(costs, chains + new, free, MARGIN)
 
 
-def _fits(stop: Stop, peers: Mapping[str, Capacity]) -> bool:
-    return stop.peer in peers and peers[stop.peer].max_layers >= len(stop.span)
+def _regrouped(costs: Costs, chains: list[Laid], free: list[int]) -> tuple[list[Laid], list[int]]:
+    """Instead of one of the chains others, of its peers and those that a broken one left free, if that gains enough."""
+    before = laid_worths(costs, chains)
+    best: tuple[float, int, list[Laid]] = (0.0, -1, [])
+    for place in sorted(range(len(chains)), key=before.__getitem__)[:_REGROUPED_MAX]:
+        pool = [*free, *chains[place].order]
+        new = _laid_out(costs, best_chains(costs, pool, _REGROUPED_LOOKS, exact_peers=_REGROUPED_EXACT))
+        gain = sum(laid_worths(costs, new)) - before[place]
+        if gain > max(best[0], MARGIN * before[place]):
+            best = (gain, place, new)
+    if best[1] < 0:
+        return chains, free
+    kept = [laid for place, laid in enumerate(chains) if place != best[1]]
+    return kept + best[2], _left([*free, *chains[best[1]].order], best[2])
 
 
-def _usual_speed(peers: Mapping[str, Capacity]) -> float:
-    """What to assume of a peer that has not measured itself."""
-    return median([peer.layers_per_s for peer in peers.values() if peer.layers_per_s > 0.0] or [1.0])
+def _left(free: Sequence[int], chains: Sequence[Laid]) -> list[int]:
+    placed = {peer for laid in chains for peer in laid.order}
+    return [peer for peer in free if peer not in placed]
 
 
-def _groups(free: Mapping[str, Capacity], layers: int) -> list[list[str]]:
-    """Peers that can hold all layers alone; then, while the rest can, groups of few: the largest that leave a gap,
-    and the smallest that fills it."""
-    room = {peer: capacity.max_layers for peer, capacity in free.items()}
-    groups = [[peer] for peer in room if room[peer] >= layers]
-    rest = sorted((peer for peer in room if room[peer] < layers), key=lambda peer: (-room[peer], peer))
-    while sum(room[peer] for peer in rest) >= layers:
-        group, gap = [], layers
-        while gap > 0:
-            filling = [peer for peer in rest if room[peer] >= gap]
-            peer = filling[-1] if filling else rest[0]
-            rest.remove(peer)
-            group.append(peer)
-            gap -= room[peer]
-        groups.append(group)
-    return groups
+def _past(costs: Costs, previous: Plan) -> list[Laid]:
+    number = {peer: place for place, peer in enumerate(costs.peers)}
+    return [
+        Laid(tuple(number.get(stop.peer, -1) for stop in chain), tuple(len(stop.span) for stop in chain))
+        for chain in previous.chains
+    ]
 
 
-def _lay_out(group: list[str], free: Mapping[str, Capacity], layers: int, usual: float) -> tuple[Stop, ...]:
-    """One chain of a group. The fastest goes last, where the output matrix is computed too."""
-    speed = {peer: free[peer].layers_per_s or usual for peer in group}
-    order = sorted(group, key=lambda peer: (speed[peer], peer))
-    shares = split([free[peer].max_layers for peer in order], [speed[peer] for peer in order], layers)
-    edges = pairwise(accumulate(shares, initial=0))
+def _laid_out(costs: Costs, orders: Sequence[Sequence[int]]) -> list[Laid]:
+    """Chains with the shares that make most tokens."""
+    if not orders:
+        return []
+    shares = balance(costs, rows_of(orders)).shares.tolist()
+    return [Laid(tuple(order), tuple(each[: len(order)])) for order, each in zip(orders, shares, strict=True)]
+
+
+def _stops(costs: Costs, chains: Sequence[Laid]) -> tuple[tuple[Stop, ...], ...]:
+    layers = costs.layers
     return tuple(
-        Stop(peer=peer, span=Span(start=start, end=end, layers=layers))
-        for peer, (start, end) in zip(order, edges, strict=True)
+        tuple(
+            Stop(peer=costs.peers[peer], span=Span(start=start, end=end, layers=layers))
+            for peer, (start, end) in zip(laid.order, pairwise(accumulate(laid.shares, initial=0)), strict=True)
+        )
+        for laid in chains
     )

@@ -3,22 +3,34 @@
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, log10
+from typing import Final
 
 import msgspec
 import trio
 
 from echo_node.standing import Standing
 from echo_p2p.chain.plan import plan
-from echo_p2p.errors import NetError
+from echo_p2p.chain.pricing import USUAL_LINK, Device, Link, Links, Workload
+from echo_p2p.chain.workload import workload_of
+from echo_p2p.errors import ModelError, NetError
+from echo_p2p.models import resolve_model
 from echo_p2p.presence import Presence
 from echo_p2p.swarm import Run
 from echo_protocols import names
-from echo_protocols.peer import Capacity, Plan
+from echo_protocols.peer import Capacity, Plan, RoleRecord, Way
 
 log = logging.getLogger(__name__)
 
 PEERS_MAX = 192
 """A plan with more of them would not fit into its record."""
+
+BALANCE_EVERY_S = 30.0
+"""How often a plan may change because measurements did; whoever comes or leaves changes it at once."""
+
+_PLANNED_AT_ONCE = 8  # peers that can't hold the model alone
+_BY_REACH: Final[dict[str, Link | None]] = {"none": None, "relayed": Link(latency_s=0.1, bytes_s=5e5)}
 
 KNOCK_EVERY_S = 10.0
 _KNOCK_TIMEOUT_S = 10.0
@@ -38,28 +50,60 @@ async def lead(presence: Presence, run: Run, standing: Standing) -> None:
 
 
 async def _keep_planning(presence: Presence, run: Run, standing: Standing) -> None:
-    swarm = presence.swarm
+    swarm, work = presence.swarm, _workload(run)
+    seen: _Seen | None = None
+    looked_at = -inf
     while True:
         now = trio.current_time()
-        current = swarm.plan if swarm.plan is not None else Plan(number=0, layers=run.manifest.layers)
-        here = {peer: held for peer, held in serving(presence, run).items() if not standing.benched(peer, now)}
-        capacities = bounded(here, current)
-        wanted = plan(capacities, run.manifest.layers, current)
-        if wanted.chains != current.chains:
-            # numbers come from the clock, so that they grow over restarts of the leader
-            wanted = msgspec.structs.replace(wanted, number=max(int(time.time()), current.number + 1))
-            swarm.plan = wanted
-            log.info("plan %d: %s", wanted.number, describe(wanted))
-            if len(here) > len(capacities):
-                log.warning("%d peers are one too many for a plan of %d; they wait", len(here), len(capacities))
-            await swarm.publish_plan(run.run_id, wanted)
+        current = swarm.plan if swarm.plan is not None else Plan(number=0, layers=work.layers)
+        here = {peer: record for peer, record in serving(presence, run).items() if not standing.benched(peer, now)}
+        chosen = bounded({peer: record.capacity for peer, record in here.items() if record.capacity}, current)
+        asked = _Seen({peer: device_of(held) for peer, held in chosen.items()}, links_of(here), current)
+        came_or_left = seen is None or seen.devices.keys() != asked.devices.keys() or seen.current != current
+        if came_or_left or (asked != seen and now - looked_at >= BALANCE_EVERY_S):
+            seen, looked_at = asked, now
+            wanted = await _planned(asked, work)
+            if wanted.chains != current.chains:
+                # numbers come from the clock, so that they grow over restarts of the leader
+                wanted = msgspec.structs.replace(wanted, number=max(int(time.time()), current.number + 1))
+                seen = _Seen(asked.devices, asked.links, wanted)
+                swarm.plan = wanted
+                log.info("plan %d: %s", wanted.number, describe(wanted))
+                if len(here) > len(chosen):
+                    log.warning("%d peers are one too many for a plan of %d; they wait", len(here), len(chosen))
+                await swarm.publish_plan(run.run_id, wanted)
         await swarm.changed()
 
 
-def serving(presence: Presence, run: Run) -> dict[str, Capacity]:
-    """The live inference peers of a run, with what each can hold."""
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a plan is made from."""
+
+    devices: dict[str, Device]
+    links: Links
+    current: Plan
+
+
+async def _planned(asked: _Seen, work: Workload) -> Plan:
+    """The plan; a crowd's takes most of a second, and a thread."""
+    parts = sum(work.room(device, first=True, last=True) < work.layers for device in asked.devices.values())
+    if parts <= _PLANNED_AT_ONCE:
+        return plan(asked.devices, work, asked.current, asked.links)
+    return await trio.to_thread.run_sync(plan, asked.devices, work, asked.current, asked.links)
+
+
+def _workload(run: Run) -> Workload:
+    try:
+        return workload_of(resolve_model(run.manifest.model), run.manifest)
+    except ModelError as error:
+        log.warning("the model's figures can't be read (%s); planning by numbers of layers alone", error)
+        return Workload(layers=run.manifest.layers, rows=run.manifest.group_size)
+
+
+def serving(presence: Presence, run: Run) -> dict[str, RoleRecord]:
+    """The records of the live inference peers of a run that say what they can hold."""
     return {
-        peer: member.record.capacity
+        peer: member.record
         for peer, member in presence.swarm.members.items()
         if member.record.role == "inference" and member.record.run_id == run.run_id and member.record.capacity
     }
@@ -70,6 +114,47 @@ def bounded(capacities: Mapping[str, Capacity], current: Plan) -> dict[str, Capa
     placed = {stop.peer for chain in current.chains for stop in chain}
     chosen = sorted(capacities, key=lambda peer: (peer not in placed, peer))[:PEERS_MAX]
     return {peer: capacities[peer] for peer in chosen}
+
+
+def device_of(capacity: Capacity) -> Device:
+    """What a peer says of its device, to steps of about a tenth: measurements swing."""
+    return Device(
+        max_layers=capacity.max_layers,
+        layers_per_s=_stepped(capacity.layers_per_s),
+        head_layers=_stepped(capacity.head_layers),
+        memory_bytes=capacity.memory_bytes,
+        value_bytes=capacity.value_bytes,
+    )
+
+
+def links_of(records: Mapping[str, RoleRecord]) -> Links:
+    """The links between peers, as far as they are known: by their reach, and better by what they measured.
+
+    A peer is believed what it says of its own links only, whichever way they go.
+    """
+    known: dict[tuple[str, str], Link | None] = {}
+    for peer, record in records.items():
+        if record.reach in _BY_REACH:
+            for other in records.keys() - {peer}:
+                for pair in ((peer, other), (other, peer)):
+                    known[pair] = None if known.get(pair, USUAL_LINK) is None else _BY_REACH[record.reach]
+    for back in (True, False):  # the sender's word goes before the receiver's
+        for peer, record in records.items():
+            for way in record.capacity.ways if record.capacity else ():
+                pair = (way.peer, peer) if back else (peer, way.peer)
+                if way.peer in records and way.peer != peer:
+                    known[pair] = _link(way)
+    return Links(known)
+
+
+def _link(way: Way) -> Link | None:
+    if way.latency_s is None:
+        return None
+    return Link(_stepped(way.latency_s), _stepped(way.bytes_s) or USUAL_LINK.bytes_s)
+
+
+def _stepped(value: float) -> float:
+    return float(10.0 ** (round(log10(value) * 20.0) / 20.0)) if value > 0.0 else 0.0
 
 
 def describe(found: Plan) -> str:

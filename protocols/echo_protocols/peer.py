@@ -10,16 +10,31 @@ Role = Literal["bootstrap", "trainer", "inference"]
 Address = Name
 
 
+class Way(Struct, frozen=True, kw_only=True, array_like=True):
+    """What a peer measured of the way from it to another: seconds, one way, and bytes a second (0.0: unmeasured).
+
+    `latency_s` nil means that the other can't be reached from here.
+    """
+
+    peer: PeerId
+    latency_s: Annotated[float, Meta(ge=0.0, le=3600.0)] | None
+    bytes_s: Rate = 0.0
+
+
 class Capacity(Struct, frozen=True, kw_only=True):
     """What a device can give: layers that fit in its memory, and how fast it computes them.
 
-    `max_layers` 0 means none. `layers_per_s` is layers × tokens a second at the run's batch, 0.0 while unmeasured.
+    `max_layers` 0 means none. `layers_per_s` is layers × tokens a second at the run's batch, 0.0 while unmeasured;
+    `head_layers` is the time of the output matrix in layers, 0.0 while unmeasured. A weight takes `value_bytes`.
     """
 
     max_layers: Annotated[int, Meta(ge=0, le=65536)]
     layers_per_s: Rate = 0.0
+    head_layers: Annotated[float, Meta(ge=0.0, le=65536.0)] = 0.0
     memory_bytes: Count = 0
+    value_bytes: Annotated[int, Meta(ge=1, le=8)] = 4
     device: Name = "cpu"
+    ways: Annotated[tuple[Way, ...], Meta(max_length=32)] = ()
 
 
 class RoleRecord(Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo_protocols import envelope, hop, keys
-from echo_protocols.peer import Capacity, Plan, RoleRecord, Stop
+from echo_protocols.peer import Capacity, Plan, RoleRecord, Stop, Way
 from echo_protocols.release import Chunk, Release, Skip, policy_hash
 from echo_protocols.rollout import LargeRollout, RolloutGroup, Sample, Segment, Slot
 from echo_protocols.run import Admission, RunManifest, Sampling, TaskSpec
@@ -118,7 +118,15 @@ def _role() -> RoleRecord:
         streams=(f"/ip4/192.0.2.1/tcp/4001/p2p/{_PEER}",),
         gossip=(f"/ip4/192.0.2.1/tcp/4002/p2p/{_PEER}",),
         reach="public",
-        capacity=Capacity(max_layers=4, layers_per_s=1000.0, memory_bytes=2**33, device="cpu"),
+        capacity=Capacity(
+            max_layers=4,
+            layers_per_s=1000.0,
+            head_layers=8.5,
+            memory_bytes=2**33,
+            value_bytes=2,
+            device="cuda",
+            ways=(Way(peer=_OTHER, latency_s=0.025, bytes_s=2e6),),
+        ),
         span=Span(start=0, end=2, layers=6),
         version=_V1,
         tokens_per_s=12.5,

@@ -16,8 +16,10 @@ import click
 
 from echo_p2p.chain.balance import balance, rows_of, worths
 from echo_p2p.chain.plan import plan
+from echo_p2p.chain.plan import tokens_per_s as model_rate
 from echo_p2p.chain.pricing import Costs, Device, Link, Links, Workload, costs_of
 from echo_p2p.chain.search import Order, best_chains, total_worth
+from echo_protocols.peer import Stop
 
 Swarm = tuple[dict[str, Device], Workload, Links]
 
@@ -148,9 +150,43 @@ def large_figures(swarms: int, peers: int) -> dict[str, float]:
     }
 
 
+def churn_figures(turns: int, peers: int) -> dict[str, float]:
+    """Peers leave and others come, turn by turn: for each layer that a leaver served, those that must be loaded by
+    peers that served already, and by all; and what the chains make against chains that are laid out anew."""
+    chance = random.Random(4)
+    devices, work, links = random_swarm(chance, peers, 36, unlike_links=False)
+    made, gone, moved, loaded, over_anew, seconds = plan(devices, work, None, links), 0, 0, 0, [], []
+    for turn in range(turns):
+        leaver = chance.choice([stop for chain in made.chains for stop in chain])
+        (comer,) = random_swarm(chance, 1, 36, unlike_links=False)[0].values()
+        devices = {peer: device for peer, device in devices.items() if peer != leaver.peer} | {f"new{turn}": comer}
+        before = {(stop.peer, layer) for chain in made.chains for stop in chain for layer in _layers(stop)}
+        begun = time.perf_counter()
+        made = plan(devices, work, made, links)
+        seconds.append(time.perf_counter() - begun)
+        after = {(stop.peer, layer) for chain in made.chains for stop in chain for layer in _layers(stop)}
+        gone += len(leaver.span)
+        served = {peer for peer, _ in before}
+        loaded += len(after - before)
+        moved += sum(peer in served for peer, _ in after - before)
+        anew = model_rate(devices, work, plan(devices, work, None, links), links)
+        over_anew.append(model_rate(devices, work, made, links) / anew)
+    return {
+        f"moved_over_left_{peers}": moved / gone,
+        f"loaded_over_left_{peers}": loaded / gone,
+        f"kept_over_anew_{peers}": statistics.mean(over_anew),
+        f"replan_seconds_{peers}": statistics.median(seconds),
+    }
+
+
+def _layers(stop: Stop) -> range:
+    return range(stop.span.start, stop.span.end)
+
+
 def plan_figures(small: int = SMALL_SWARMS, large: int = LARGE_SWARMS, peers: int = LARGE_PEERS) -> dict[str, float]:
     """All figures of plans."""
-    return small_figures(small) | crowd_figures(max(1, small // 4)) | large_figures(large, peers)
+    figures = small_figures(small) | crowd_figures(max(1, small // 4)) | large_figures(large, peers)
+    return figures | churn_figures(20, 32) | churn_figures(5, peers)
 
 
 @click.command()
