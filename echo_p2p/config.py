@@ -92,6 +92,8 @@ class InferenceConfig(Struct, frozen=True, kw_only=True):
     upload_bytes_s: UploadRate = 0.0
     """Bytes a second, of all that is passed on to other peers; 0: no limit. Below 20,000, transfers time out."""
     lanes: Positive = 2
+    lane_rows: Annotated[int, Meta(ge=0, le=256)] = 0
+    """Answers that are computed together; at least a group's. An answer that is finished makes room for the next."""
     nice: Annotated[int, Meta(ge=0, le=19)] = 10
     """How far to stand back on a machine that has other work, as in nice(1)."""
     slowdown_s: Annotated[float, Meta(ge=0.0)] = 0.0

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from echo_protocols.hop import (
     BadFrame,
     Beat,
-    BeginLane,
+    BeginPrompt,
     EndLane,
     Failure,
     Forward,
     Frame,
+    Join,
     Open,
     Prepare,
     Switch,
@@ -33,6 +34,7 @@ numbers = st.integers(0, 2**32 - 1)
 versions = st.builds(PolicyVersion, epoch=st.integers(0, 2**31), step=st.integers(0, 2**31))
 keys = st.binary(min_size=1, max_size=64)
 texts = st.text(max_size=100)
+few = st.lists(st.integers(0, 4095), min_size=1, max_size=4).map(tuple)
 
 
 def route(*ends: int) -> tuple[Stop, ...]:
@@ -47,8 +49,8 @@ OPEN = Open(route=route(2, 3, 6), run_id=bytes(32), plan=3, lanes=4, versions=(V
 @st.composite
 def forwards(draw: st.DrawFn) -> Forward:
     rows, length, width = (draw(st.integers(1, 4)) for _ in range(3))
-    shared = draw(st.booleans())
-    states = 4 * length * width * (1 if shared else rows)
+    halves = draw(st.booleans())
+    states = (2 if halves else 4) * length * width * rows
     return Forward(
         lane=draw(numbers),
         step=draw(numbers),
@@ -58,13 +60,13 @@ def forwards(draw: st.DrawFn) -> Forward:
         rows=draw(st.binary(min_size=4 * rows, max_size=4 * rows)),
         positions=draw(st.binary(min_size=4 * rows, max_size=4 * rows)),
         payload=draw(st.binary(min_size=states, max_size=states)),
-        shared=shared,
+        halves=halves,
     )
 
 
 @st.composite
 def drawn_tokens(draw: st.DrawFn) -> Tokens:
-    rows = draw(st.integers(1, 4))
+    rows = draw(st.integers(0, 4))
     arrays = [draw(st.binary(min_size=4 * rows, max_size=4 * rows)) for _ in range(3)]
     return Tokens(
         lane=draw(numbers),
@@ -79,14 +81,15 @@ def drawn_tokens(draw: st.DrawFn) -> Tokens:
 frames = st.one_of(
     st.just(OPEN),
     st.builds(
-        BeginLane,
+        BeginPrompt,
         lane=numbers,
         group_id=keys,
         run_seed=keys,
         sampling=st.builds(Sampling, temperature=st.floats(0.1, 2.0), top_k=st.integers(0, 9)),
-        rows=st.integers(1, 4096),
+        samples=st.integers(1, 4096),
         positions=st.integers(1, 4096),
     ),
+    st.builds(Join, lane=numbers, prompt=numbers, step=numbers, rows=few, samples=few),
     st.builds(EndLane, lane=numbers),
     st.builds(Prepare, version=versions, timeout_s=st.floats(0.1, 100.0), fault=texts),
     st.builds(Switch, version=versions),

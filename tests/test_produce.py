@@ -52,7 +52,7 @@ class LongWinded:
     def __init__(self) -> None:
         self.version = VERSION
         self.engine = "test"
-        self.ring = SimpleNamespace(lane_count=1)
+        self.ring = SimpleNamespace(lane_count=1, rows=0)
         self.asked = 0
 
     async def generate(self, request: GroupRequest) -> tuple[Sample, ...]:

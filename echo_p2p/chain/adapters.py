@@ -108,9 +108,7 @@ def _linear(root: nn.Module, module: str) -> nn.Linear:
     except AttributeError:
         found = None
     if not isinstance(found, nn.Linear):
-        raise ModelError(
-            f"{module} is no linear module of its own; no adapter can stand beside it: merge the adapter"
-        )
+        raise ModelError(f"{module} is no linear module of its own; no adapter can stand beside it: merge the adapter")
     return found
 
 

@@ -1,32 +1,32 @@
 """The head of a chain: turns prompts into finished groups, and switches the ring's version between two steps.
 
-Knows no task, no reward and no trainer. A group is a lane; lanes interleave so that every stage has work. A ring of
-one stage is driven without any network. A ring that fails fails whole: groups in flight raise ChainError, `failed`
-is set, and whoever opened the chain opens another.
+Knows no task, no reward and no trainer. A ring of one stage is driven without any network. A ring that fails fails
+whole: groups in flight raise ChainError, `failed` is set, and whoever opened the chain opens another.
 """
 
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import trio
 
-from echo_p2p.chain.group import Answers, Drawn, GroupRequest, Lane
+from echo_p2p.chain.group import GroupRequest
+from echo_p2p.chain.growth import Growth
 from echo_p2p.chain.head import RingHead
 from echo_p2p.chain.host import StageHost
-from echo_p2p.chain.link import ChainBroken, broken
+from echo_p2p.chain.link import ChainBroken
 from echo_p2p.chain.ring import Ring
 from echo_p2p.chain.server import ChainServer
-from echo_p2p.chain.wire import to_forward
 from echo_p2p.errors import ChainError, WeightsError
-from echo_protocols.hop import BeginLane, EndLane, Prepare, Switch
+from echo_protocols.hop import Prepare, Switch
 from echo_protocols.rollout import Sample
 from echo_protocols.values import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
 class ChainStatistics:
-    """What a chain has made. `busy_s` is time in the head's own stage."""
+    """What a chain has made. `lanes` are those that grow; `busy_s` is time in the head's own stage."""
 
     groups: int
     tokens: int
@@ -46,8 +46,10 @@ def open_chain(ring: Ring, host: StageHost, server: ChainServer | None = None) -
         raise ChainError(f"a chain is opened by its first stop; {host.peer} with {host.stage.span} is not it")
     if len(ring.route) > 1 and server is None:
         raise ChainError("a chain of several stops needs a ChainServer to close its ring")
-    if ring.lane_count > host.limits.lanes:
-        raise ChainError(f"{ring.lane_count} lanes are more than the {host.limits.lanes} lanes that this host holds")
+    if ring.lane_count >= host.limits.lanes:
+        raise ChainError(
+            f"{ring.lane_count} lanes and a prompt are more than the {host.limits.lanes} lanes that this host holds"
+        )
     return ChainDriver(ring, host, server)
 
 
@@ -58,10 +60,10 @@ class ChainDriver:
         self.ring = ring
         self.host = host
         self._head = RingHead(ring, server, host.limits)
-        self._slots = trio.Semaphore(ring.lane_count)
+        self._growth = Growth(ring, host, self._head)
         self._switching = trio.Lock()
-        self._lanes_begun = self._lanes_ended = 0
-        self._groups = self._tokens = self._steps = self._switches = 0
+        self._stack = AsyncExitStack()
+        self._switches = 0
 
     @property
     def version(self) -> PolicyVersion:
@@ -91,39 +93,22 @@ class ChainDriver:
     @property
     def statistics(self) -> ChainStatistics:
         """Figures so far."""
+        grown = self._growth
         return ChainStatistics(
-            groups=self._groups,
-            tokens=self._tokens,
-            steps=self._steps,
+            groups=grown.groups,
+            tokens=grown.tokens,
+            steps=grown.steps,
             switches=self._switches,
-            lanes=self._lanes_begun - self._lanes_ended,
+            lanes=grown.lanes,
             busy_s=self.host.statistics.busy_s,
         )
 
     async def generate(self, request: GroupRequest) -> tuple[Sample, ...]:
-        """Answer one prompt; waits while all lanes are taken. Never a part of a group.
+        """Answer one prompt; waits while there is no room. Never a part of a group.
 
-        Raises ChainError, also for a request that no lane of this host could hold.
+        Raises ChainError, also for a request that this ring could never hold.
         """
-        if (fault := self._fault_of(request)) is not None:
-            raise ChainError(fault)
-        answers = Answers(request)
-        with self._head.until_failure():
-            async with self._slots:
-                self._lanes_begun = number = self._lanes_begun + 1
-                order = _order(number, request)
-                lane = self.host.begin(order)
-                try:
-                    self._head.send(order)
-                    with self._head.tokens_of(number) as tokens:
-                        while len(answers.rows):
-                            await self._step(lane, answers, tokens)
-                finally:
-                    self._lanes_ended += 1
-                    self.host.discard(lane)
-                    self._head.send(EndLane(lane=number))
-        self._groups += 1
-        return answers.samples()
+        return await self._growth.answer(request)
 
     async def switch(self, version: PolicyVersion, timeout_s: float) -> None:
         """Stage `version` at every stop, then have all later steps computed by it.
@@ -143,44 +128,24 @@ class ChainDriver:
 
     async def __aenter__(self) -> Self:
         await self._head.__aenter__()
+        nursery = await self._stack.enter_async_context(trio.open_nursery())
+        self._stack.callback(nursery.cancel_scope.cancel)
+        nursery.start_soon(self._growth.run)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # The caller's exception stays outside of the nursery, which would wrap it.
         try:
-            await self._head.__aexit__(kind, error, trace)
+            await self._stack.aclose()
         finally:
-            with trio.CancelScope(shield=True):
-                await self.host.free()
-
-    def _fault_of(self, request: GroupRequest) -> str | None:
-        limits, order = self.host.limits, _order(0, request)
-        if not request.prompt or request.samples < 1:
-            return "a group has a prompt of at least one token and at least one sample"
-        if order.rows > limits.rows or order.positions > limits.positions:
-            return (
-                f"{order.rows} samples of up to {order.positions} positions are more than a lane holds "
-                f"({limits.rows} of {limits.positions}): ask for less, or raise the limits of every stage"
-            )
-        return None
-
-    async def _step(self, lane: Lane, answers: Answers, tokens: trio.MemoryReceiveChannel[Drawn]) -> None:
-        host, head, step, rows = self.host, self._head, answers.step, answers.rows
-        positions, inputs = answers.inputs()
-        async with host.turn:
-            version = host.version
-            result = await host.forward(lane, step, rows, positions, inputs)
-            if not isinstance(result, Drawn):
-                number = lane.order.lane
-                head.send(to_forward(number, step, version, rows=rows, positions=positions, hidden=result))
-        if not isinstance(result, Drawn):
-            result = await head.next_tokens(tokens)
-        if (fault := answers.fault(result, version)) is not None:
-            raise broken("bad-tokens", fault, head.last)
-        answers.take(result)
-        self._steps += 1
-        self._tokens += len(result.rows)
+            try:
+                await self._head.__aexit__(kind, error, trace)
+            finally:
+                self._growth.leave()
+                with trio.CancelScope(shield=True):
+                    await self.host.free()
 
     async def _prepare(self, version: PolicyVersion, timeout_s: float) -> None:
         try:
@@ -190,14 +155,3 @@ class ChainDriver:
                 await self._head.prepared(returned)
         except trio.TooSlowError:
             raise WeightsError(f"version {version} was not staged by all stops in {timeout_s:g} s") from None
-
-
-def _order(lane: int, request: GroupRequest) -> BeginLane:
-    return BeginLane(
-        lane=lane,
-        group_id=request.group_id,
-        run_seed=request.run_seed,
-        sampling=request.sampling,
-        rows=request.samples,
-        positions=len(request.prompt) + request.sampling.max_new_tokens,
-    )

@@ -1,11 +1,10 @@
-"""A lane seen from both ends: what a stage knows of one, and the answers that grow at the head. Pure."""
+"""A group at the head of its chain: what is asked for, and the answers that grow token by token. Pure."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from echo_protocols.hop import BeginLane
 from echo_protocols.rollout import Sample, Segment
 from echo_protocols.run import Sampling
 from echo_protocols.values import PolicyVersion
@@ -25,10 +24,15 @@ class GroupRequest:
     sampling: Sampling
     stop_tokens: frozenset[int]
 
+    @property
+    def positions(self) -> int:
+        """Most positions of one answer, prompt included."""
+        return len(self.prompt) + self.sampling.max_new_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One token for each of some rows of a lane, all computed by `version`."""
+    """One token for each of some rows of a lane, all from logits of `version`; no row for part of a prompt."""
 
     step: int
     version: PolicyVersion
@@ -36,32 +40,23 @@ class Drawn:
     tokens: Integers  # (rows,)
     logprobs: Floats  # (rows,)
 
-
-class Lane:
-    """What a stage holds of a lane: its number in the stage, and which position each row must bring next."""
-
-    def __init__(self, number: int, order: BeginLane) -> None:
-        self.number = number
-        self.order = order
-        self._step = 0
-        self._next = np.zeros(order.rows, np.int32)  # (rows,), -1 for a row that has left
-
-    def fault(self, step: int, rows: Integers, positions: Integers, length: int) -> str | None:
-        """Why these rows can't come next, or None after they are taken."""
-        if step != self._step:
-            return f"step {step} came where step {self._step} was due"
-        if rows[0] < 0 or rows[-1] >= self.order.rows or (rows[1:] <= rows[:-1]).any():
-            return f"rows are not in order below {self.order.rows}"
-        if step == 0 and len(rows) != self.order.rows:
-            return f"{len(rows)} rows came where {self.order.rows} begin"
-        if (positions != self._next[rows]).any():
-            return "a row came at a position that is not its next"
-        if int(positions.max()) + length > self.order.positions:
-            return f"a row is longer than the {self.order.positions} positions of its lane"
-        self._step += 1
-        self._next[:] = -1
-        self._next[rows] = positions + length
+    def fault(self, step: int, rows: Integers, version: PolicyVersion) -> str | None:
+        """Why this can't be the answer to a step of these rows; None when it can."""
+        if self.step != step or not np.array_equal(self.rows, rows):
+            return f"tokens of other rows or of step {self.step} came where step {step} was due"
+        if self.version != version:
+            return f"tokens came from version {self.version} where {version} was asked"
+        if (self.tokens < 0).any() or not np.isfinite(self.logprobs).all() or (self.logprobs > 0.0).any():
+            return "tokens or log-probabilities are out of range"
         return None
+
+
+NOTHING = np.empty(0, np.int32)
+
+
+def nothing_drawn(step: int, version: PolicyVersion) -> Drawn:
+    """The answer to part of a prompt."""
+    return Drawn(step=step, version=version, rows=NOTHING, tokens=NOTHING, logprobs=np.empty(0, np.float32))
 
 
 @dataclass(slots=True)
@@ -73,49 +68,37 @@ class _Answer:
 
 
 class Answers:
-    """The answers of one group while they grow, token by token."""
+    """The answers of one group while they grow."""
 
     def __init__(self, request: GroupRequest) -> None:
         self._request = request
         self._answers = [_Answer() for _ in range(request.samples)]
-        self.step = 0
-        self.rows: Integers = np.arange(request.samples, dtype=np.int32)  # those that go on
+        self._growing = request.samples
 
-    def inputs(self) -> tuple[Integers, Integers]:
-        """Positions (rows,) and token ids (rows, length) that the first stage needs next."""
-        prompt = self._request.prompt
-        if self.step == 0:
-            tokens = np.tile(np.array(prompt, np.int32), (len(self.rows), 1))
-            return np.zeros(len(self.rows), np.int32), tokens
-        last = np.array([[self._answers[row].tokens[-1]] for row in self.rows], np.int32)
-        return np.full(len(self.rows), len(prompt) + self.step - 1, np.int32), last
+    @property
+    def finished(self) -> bool:
+        """Whether all are."""
+        return not self._growing
 
-    def fault(self, drawn: Drawn, version: PolicyVersion) -> str | None:
-        """Why what came back can't be the next tokens of these answers; None when it can."""
-        if drawn.step != self.step or not np.array_equal(drawn.rows, self.rows):
-            return f"tokens of other rows or of step {drawn.step} came where step {self.step} was due"
-        if drawn.version != version:
-            return f"tokens came from version {drawn.version} where {version} was asked"
-        if (drawn.tokens < 0).any() or not np.isfinite(drawn.logprobs).all() or (drawn.logprobs > 0.0).any():
-            return "tokens or log-probabilities are out of range"
-        return None
+    def last_token(self, sample: int) -> int:
+        """The newest token of an answer."""
+        return self._answers[sample].tokens[-1]
 
-    def take(self, drawn: Drawn) -> None:
-        """Append one token to each row that goes on; rows that stop or are full leave."""
-        going: list[int] = []
-        full = self.step + 1 >= self._request.sampling.max_new_tokens
-        drawings = zip(drawn.rows.tolist(), drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)
-        for row, token, logprob in drawings:
-            answer = self._answers[row]
-            if not answer.segments or answer.segments[-1].version != drawn.version:
-                answer.segments.append(Segment(start=len(answer.tokens), version=drawn.version))
-            answer.tokens.append(token)
-            answer.logprobs.append(logprob)
-            answer.stopped = token in self._request.stop_tokens
-            if not answer.stopped and not full:
-                going.append(row)
-        self.rows = np.array(going, np.int32)
-        self.step += 1
+    def length(self, sample: int) -> int:
+        """Tokens of an answer."""
+        return len(self._answers[sample].tokens)
+
+    def take(self, sample: int, token: int, logprob: float, version: PolicyVersion) -> bool:
+        """Append one token to an answer that grows; whether it goes on."""
+        answer = self._answers[sample]
+        if not answer.segments or answer.segments[-1].version != version:
+            answer.segments.append(Segment(start=len(answer.tokens), version=version))
+        answer.tokens.append(token)
+        answer.logprobs.append(logprob)
+        answer.stopped = token in self._request.stop_tokens
+        goes_on = not answer.stopped and len(answer.tokens) < self._request.sampling.max_new_tokens
+        self._growing -= not goes_on
+        return goes_on
 
     def samples(self) -> tuple[Sample, ...]:
         """The finished answers."""

@@ -31,6 +31,8 @@ class RingHead:
         self.failure: Failure | None = None
         self.versions: tuple[PolicyVersion, ...] = ()
         self.engine: str | None = None
+        self.room = limits.room
+        self.ragged = True
         self._ring = ring
         self._server = server
         self._limits = limits
@@ -90,7 +92,7 @@ class RingHead:
     @contextmanager
     def tokens_of(self, lane: int) -> Iterator[trio.MemoryReceiveChannel[Drawn]]:
         """Where the lane's tokens arrive; those that come later are dropped."""
-        self._lanes[lane], tokens = trio.open_memory_channel[Drawn](1)
+        self._lanes[lane], tokens = trio.open_memory_channel[Drawn](self._limits.queue_frames)
         try:
             yield tokens
         finally:
@@ -124,6 +126,7 @@ class RingHead:
         try:
             closed = await close_ring(self._stack, self._ring, self._server, self._chain, self._released)
             self.versions, self.engine = closed.opened.versions, engine_of(closed.opened)
+            self.room, self.ragged = min(closed.opened.room), all(closed.opened.ragged)
             self._link = Link(self._chain, closed.upstream, closed.downstream, self._limits)
         finally:
             if self._link is None:

@@ -10,16 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import trio
 
-from echo_p2p.chain.group import Drawn, Floats, Integers, Lane
+from echo_p2p.chain.group import Floats, Integers
 from echo_p2p.chain.link import ChainBroken, ChainLimits, broken
-from echo_p2p.chain.sampler import draw
 from echo_p2p.chain.stage import Stage, Weights
 from echo_p2p.errors import EchoError, NetError, WeightsError
-from echo_protocols.hop import BeginLane
-from echo_protocols.uniform import uniforms
 from echo_protocols.values import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -88,24 +84,18 @@ class StageHost:
             refused=dict(self.refused),
         )
 
-    def begin(self, order: BeginLane) -> Lane:
-        """A new lane. Raises ChainBroken when it is over the limits."""
-        limits = self.limits
-        if len(self._lanes) >= limits.lanes:
-            raise broken("too-many-lanes", f"this stage holds {limits.lanes} lanes", self.peer)
-        if order.rows > limits.rows or order.positions > limits.positions:
-            text = (
-                f"a lane of {order.rows} rows and {order.positions} positions is over {limits.rows}, {limits.positions}"
-            )
-            raise broken("lane-too-large", text, self.peer)
+    def begin(self) -> int:
+        """The number of a new lane of the stage. Raises ChainBroken when that is one too many."""
+        if len(self._lanes) >= self.limits.lanes:
+            raise broken("too-many-lanes", f"this stage holds {self.limits.lanes} lanes", self.peer)
         self._lanes_begun += 1
         self._lanes.add(self._lanes_begun)
-        return Lane(self._lanes_begun, order)
+        return self._lanes_begun
 
-    def discard(self, lane: Lane) -> None:
+    def discard(self, lane: int) -> None:
         """Free a lane before the next step, or in `free`."""
-        self._lanes.discard(lane.number)
-        self._discarded.append(lane.number)
+        self._lanes.discard(lane)
+        self._discarded.append(lane)
 
     async def free(self) -> None:
         """Free discarded lanes now, or with the next step if the stage is stuck."""
@@ -116,24 +106,38 @@ class StageHost:
             logger.warning("the lanes of a chain could not be freed yet: %s", error)
 
     async def forward(
-        self, lane: Lane, step: int, rows: Integers, positions: Integers, inputs: Integers | Floats
-    ) -> Floats | Drawn:
-        """Hidden states (rows, length, hidden), or drawn tokens if this is the last stage. Holding `turn`.
+        self,
+        lane: int,
+        rows: Integers,
+        positions: Integers,
+        inputs: Integers | Floats,
+        finish: Callable[[Floats], T],
+    ) -> T:
+        """What `finish` makes of the stage's outputs, in the stage's thread. Holding `turn`.
 
         Raises ChainBroken when the engine fails or exceeds the hop's deadline.
         """
-        version = self.version
+        return await self._step(lane, len(rows), lambda: finish(self.stage.forward(lane, rows, positions, inputs)))
 
-        def work() -> Floats | Drawn:
-            self._close_discarded(but=lane.number)
+    async def join(self, lane: int, rows: Integers, source: int, finish: Callable[[], T]) -> T:
+        """Let rows begin with what another lane has read; then `finish`. Holding `turn`. Raises ChainBroken."""
+
+        def work() -> T:
+            self.stage.join(lane, rows, source)
+            return finish()
+
+        return await self._step(lane, len(rows), work)
+
+    async def _step(self, lane: int, rows: int, compute: Callable[[], T]) -> T:
+        def work() -> T:
+            self._close_discarded(but=lane)
             started = time.perf_counter()
             try:
-                outputs = self.stage.forward(lane.number, rows, positions, inputs)
-                return self._draw(lane, step, version, rows, outputs) if self.stage.span.last else outputs
+                return compute()
             finally:
                 self._busy_s += time.perf_counter() - started
                 self._steps += 1
-                self._rows += len(rows)
+                self._rows += rows
 
         return await self._in_thread(work)
 
@@ -161,12 +165,6 @@ class StageHost:
                 self._switches += 1
 
         await self._in_thread(work)
-
-    def _draw(self, lane: Lane, step: int, version: PolicyVersion, rows: Integers, logits: Floats) -> Drawn:
-        order = lane.order
-        u = np.array(uniforms(order.run_seed, order.group_id, rows.tolist(), step), np.float64)  # (rows,)
-        tokens, logprobs = draw(logits, u, order.sampling)
-        return Drawn(step=step, version=version, rows=rows, tokens=tokens, logprobs=logprobs)
 
     def _close_discarded(self, but: int | None = None) -> None:
         """`but` is the lane of a step that was cancelled before its thread came this far: it is closed after it."""

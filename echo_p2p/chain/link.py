@@ -34,11 +34,15 @@ class ChainBroken(ChainError):
 
 @dataclass(frozen=True, slots=True)
 class ChainLimits:
-    """Bounds of what a peer holds for a chain, and how long it waits for its neighbours."""
+    """Bounds of what a peer holds for a chain, and how long it waits for its neighbours.
+
+    `rows` of a lane, `positions` of a row; `room` is of all positions of all rows together.
+    """
 
     lanes: int = 64
     rows: int = 256
     positions: int = 8192
+    room: int = 2**20
     open_timeout_s: float = 15.0
     hop_timeout_s: float = 30.0
     beat_s: float = 10.0

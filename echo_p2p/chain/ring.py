@@ -18,13 +18,17 @@ from echo_protocols.peer import Plan, Stop
 class Ring:
     """What a chain is opened with: its stops in order, the run and plan that it belongs to, and its lanes.
 
-    `lanes` is M ≥ (Σ stage + Σ hop) / max stage; 0 takes one more than there are stops.
+    `lanes` is M ≥ (Σ stage + Σ hop) / max stage; 0 takes one more than there are stops. A lane computes up to `rows`
+    answers together, of any groups: one that is finished makes room for the next. In an `exclusive` ring a lane takes
+    one group at a time, whole, so that what is computed together doesn't depend on when it was asked for.
     """
 
     route: tuple[Stop, ...]
     run_id: bytes
     plan: int = 0
     lanes: int = 0
+    rows: int = 16
+    exclusive: bool = False
 
     @property
     def lane_count(self) -> int:
@@ -67,7 +71,8 @@ async def close_ring(
     finally:
         server.forget(chain)
     back = closed.opened
-    if back.route != ring.route or not len(back.versions) == len(back.engines) == len(back.route):
+    signed = (back.versions, back.engines, back.room, back.ragged)
+    if back.route != ring.route or any(len(said) != len(back.route) for said in signed):
         raise broken("bad-frame", "the ring came back with another route", closed.upstream.peer)
     return closed
 

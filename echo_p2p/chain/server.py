@@ -11,20 +11,22 @@ from contextlib import AsyncExitStack
 import trio
 from trio import TaskStatus
 
-from echo_p2p.chain.group import Drawn, Lane
+from echo_p2p.chain.group import Drawn
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import CLOSED, ChainBroken, Link, bid_farewell, broken, receive_frame, send_frame
+from echo_p2p.chain.seat import Seat
 from echo_p2p.chain.wire import from_forward, to_forward, to_tokens
 from echo_p2p.errors import NetError, WeightsError
 from echo_p2p.net.base import Stream, Streams
 from echo_protocols import names
 from echo_protocols.hop import (
     Beat,
-    BeginLane,
+    BeginPrompt,
     EndLane,
     Failure,
     Forward,
     Frame,
+    Join,
     Open,
     Prepare,
     Switch,
@@ -134,7 +136,7 @@ class ChainServer:
 
 
 def signed_in(opening: Open, host: StageHost) -> Open:
-    """The open frame with this stage's version and engine added."""
+    """The open frame with what this stage says of itself added."""
     return Open(
         route=opening.route,
         run_id=opening.run_id,
@@ -142,6 +144,8 @@ def signed_in(opening: Open, host: StageHost) -> Open:
         lanes=opening.lanes,
         versions=(*opening.versions, host.version),
         engines=(*opening.engines, host.stage.engine),
+        room=(*opening.room, host.limits.room),
+        ragged=(*opening.ragged, host.stage.ragged),
     )
 
 
@@ -151,7 +155,7 @@ class _ServedChain:
     def __init__(self, host: StageHost, link: Link) -> None:
         self._host = host
         self._link = link
-        self._lanes: dict[int, Lane] = {}
+        self._seat = Seat(host)
         self._background: trio.Nursery | None = None
 
     async def run(self) -> Failure:
@@ -160,8 +164,7 @@ class _ServedChain:
                 failure = await self._link.run(self._on_frame)
                 self._background.cancel_scope.cancel()
         finally:
-            for lane in self._lanes.values():
-                self._host.discard(lane)
+            self._seat.leave()
             with trio.CancelScope(shield=True):
                 await self._host.free()
         return failure
@@ -171,16 +174,15 @@ class _ServedChain:
         match frame:
             case Forward():
                 await self._forward(frame)
-            case BeginLane():
-                if frame.lane in self._lanes:
-                    raise broken("bad-lane", f"lane {frame.lane} began twice", host.peer)
-                self._lanes[frame.lane] = host.begin(frame)
+            case Join():
+                async with host.turn:
+                    drawn = await self._seat.join(frame)
+                    link.send(frame if drawn is None else to_tokens(frame.lane, drawn))
+            case BeginPrompt():
+                self._seat.begin(frame)
                 self._pass_on(frame)
             case EndLane():
-                lane = self._lanes.pop(frame.lane, None)
-                if lane is None:
-                    raise broken("bad-lane", f"lane {frame.lane} ended but is not known", host.peer)
-                host.discard(lane)
+                self._seat.end(frame.lane)
                 self._pass_on(frame)
             case Switch():
                 async with host.turn:
@@ -200,17 +202,12 @@ class _ServedChain:
 
     async def _forward(self, frame: Forward) -> None:
         host = self._host
-        lane = self._lanes.get(frame.lane)
-        if lane is None:
-            raise broken("bad-lane", f"lane {frame.lane} is not known", host.peer)
         rows, positions, hidden = from_forward(frame)
         async with host.turn:
             if frame.version != host.version:
                 text = f"a frame of version {frame.version} came to a stage at {host.version}"
                 raise broken("version", text, host.peer)
-            if (fault := lane.fault(frame.step, rows, positions, frame.length)) is not None:
-                raise broken("bad-rows", fault, host.peer)
-            result = await host.forward(lane, frame.step, rows, positions, hidden)
+            result = await self._seat.forward(frame.lane, frame.step, rows, positions, hidden)
             if isinstance(result, Drawn):
                 self._link.send(to_tokens(frame.lane, result))
             else:

@@ -10,10 +10,11 @@ from echo_protocols.values import PolicyVersion
 def to_forward(
     lane: int, step: int, version: PolicyVersion, *, rows: Integers, positions: Integers, hidden: Floats
 ) -> Forward:
-    """Hidden states (rows, length, hidden); rows that are alike to the bit, as those of a prompt, travel once."""
+    """Hidden states (rows, length, hidden), without a copy; in half the bytes if they are bf16 values anyway."""
     states = np.ascontiguousarray(hidden, "<f4")
-    bits = states.view("<i4")
-    shared = len(rows) > 1 and states.shape[1] > 1 and bool((bits == bits[:1]).all())
+    bits = states.view("<u4")
+    halves = not (bits & np.uint32(0xFFFF)).any()
+    payload = (bits >> np.uint32(16)).astype("<u2") if halves else states
     return Forward(
         lane=lane,
         step=step,
@@ -22,16 +23,19 @@ def to_forward(
         width=states.shape[2],
         rows=rows.astype("<i4").tobytes(),
         positions=positions.astype("<i4").tobytes(),
-        payload=(states[:1] if shared else states).data.cast("B"),
-        shared=shared,
+        payload=payload.data.cast("B"),
+        halves=halves,
     )
 
 
 def from_forward(frame: Forward) -> tuple[Integers, Integers, Floats]:
     """Rows (rows,), positions (rows,) and hidden states (rows, length, hidden)."""
     rows, positions = np.frombuffer(frame.rows, "<i4"), np.frombuffer(frame.positions, "<i4")
-    hidden = np.frombuffer(frame.payload, "<f4").reshape(-1, frame.length, frame.width)
-    return rows, positions, np.repeat(hidden, len(rows), axis=0) if frame.shared else hidden
+    if frame.halves:
+        states = (np.frombuffer(frame.payload, "<u2").astype("<u4") << np.uint32(16)).view("<f4")
+    else:
+        states = np.frombuffer(frame.payload, "<f4")
+    return rows, positions, states.reshape(len(rows), frame.length, frame.width)
 
 
 def to_tokens(lane: int, drawn: Drawn) -> Tokens:

@@ -84,7 +84,7 @@ async def _train(config: NodeConfig, places: Places) -> None:
     weights = _LiveWeights(learner)
     await trio.to_thread.run_sync(weights.switch, learner.version, stage)
     host = StageHost(peer, stage, weights, learner.version)
-    ring = Ring((Stop(peer=peer, span=span),), manifest.run_id(), lanes=1)
+    ring = Ring((Stop(peer=peer, span=span),), manifest.run_id(), lanes=1, rows=manifest.group_size, exclusive=True)
     async with open_chain(ring, host) as driver:
         while config.trainer.steps is None or learner.version.step < config.trainer.steps:
             started = trio.current_time()

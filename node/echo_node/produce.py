@@ -119,13 +119,14 @@ class Head:
     # -- asynchronous -----------------------------------------------------------------------------------------------
 
     async def push_for_ever(self, feed: Feed, replica: Replica, on_stall: Callable[[bool], None]) -> None:
-        """Generate on all lanes while the lag allows it; switch as soon as a release is staged.
+        """Generate on all lanes while the lag allows it, a group more for each; switch as soon as a release is staged.
 
         Goes idle when the chain fails: `ChainDriver.failed` says so.
         """
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_switched, replica)
-            for _ in range(self._driver.ring.lane_count):
+            ring = self._driver.ring
+            for _ in range(ring.lane_count * (1 + ring.rows // self._run.manifest.group_size)):
                 nursery.start_soon(self._push, feed, on_stall)
 
     async def _keep_switched(self, replica: Replica) -> None:

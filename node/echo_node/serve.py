@@ -55,6 +55,7 @@ class SlowStage:
     def __init__(self, stage: Stage, slowdown_s: float) -> None:
         self.span = stage.span
         self.engine = stage.engine
+        self.ragged = stage.ragged
         self._stage = stage
         self._slowdown_s = slowdown_s
 
@@ -69,6 +70,10 @@ class SlowStage:
         outputs = self._stage.forward(lane, rows, positions, inputs)
         time.sleep(self._slowdown_s)
         return outputs
+
+    def join(self, lane: int, rows: NDArray[np.int32], source: int) -> None:
+        """As `Stage.join`."""
+        self._stage.join(lane, rows, source)
 
     def close(self, lane: int) -> None:
         """As `Stage.close`."""
@@ -167,8 +172,14 @@ class Service:
     async def _drive(self, assignment: Assignment, server: ChainServer, replica: Replica) -> None:
         """Keep the ring open and working; one that fails is opened again."""
         assert self._host is not None
-        lanes = self._board.config.inference.lanes
-        ring = Ring(assignment.chain, self._run.run_id, lanes=max(lanes, len(assignment.chain)))
+        config, manifest = self._board.config.inference, self._run.manifest
+        ring = Ring(
+            assignment.chain,
+            self._run.run_id,
+            lanes=max(config.lanes, len(assignment.chain)),
+            rows=max(config.lane_rows, manifest.group_size),
+            exclusive=manifest.protocol == "sequential",
+        )
         while True:
             try:
                 async with open_chain(ring, self._host, server) as driver:

@@ -25,8 +25,7 @@ _FORWARD = struct.Struct("<IIIIIIIB3x")  # lane, step, epoch, version step, rows
 _TOKENS = struct.Struct("<IIIII")  # lane, step, epoch, version step, rows
 _MAGIC: Final = b"eh"
 _FORMAT: Final = 1
-_FLOAT32: Final = 1
-_FLOAT32_SHARED: Final = 2  # one row of states stands for all: the rows of a prompt are alike
+_VALUE_BYTES: Final = {1: 4, 2: 2}  # float32; bfloat16, which is what a stage that computes in it has anyway
 
 Number = Annotated[int, Meta(ge=0, lt=2**32)]
 Text = Annotated[str, Meta(max_length=512)]
@@ -39,7 +38,8 @@ class BadFrame(ValueError):
 
 
 class Open(Struct, frozen=True, kw_only=True, array_like=True):
-    """First frame of a stream: the ring to be built. Every stage adds its version and engine as it passes.
+    """First frame of a stream: the ring to be built. Every stage adds its version, its engine, the positions that its
+    cache has room for, and whether rows of one lane may stand at different positions, as it passes.
 
     The head receives it from the last stage when the ring is closed.
     """
@@ -50,6 +50,8 @@ class Open(Struct, frozen=True, kw_only=True, array_like=True):
     lanes: Annotated[int, Meta(ge=1, le=4096)]
     versions: Annotated[tuple[PolicyVersion, ...], Meta(max_length=256)] = ()
     engines: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
+    room: Annotated[tuple[Count, ...], Meta(max_length=256)] = ()
+    ragged: Annotated[tuple[bool, ...], Meta(max_length=256)] = ()
 
     def __post_init__(self) -> None:
         layers = self.route[0].span.layers
@@ -66,19 +68,35 @@ class Open(Struct, frozen=True, kw_only=True, array_like=True):
         return self.route[(place + 1) % len(self.route)]
 
 
-class BeginLane(Struct, frozen=True, kw_only=True, array_like=True):
-    """A lane of `rows` answers of at most `positions` tokens, prompt included, and what draws its tokens."""
+class BeginPrompt(Struct, frozen=True, kw_only=True, array_like=True):
+    """A lane of one row that is to read a prompt, which `samples` answers of at most `positions` tokens grow from.
+
+    `positions` counts the prompt's too. The rest is what draws their tokens.
+    """
 
     lane: Number
     group_id: Key
     run_seed: Key
     sampling: Sampling
-    rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+    samples: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
     positions: Annotated[int, Meta(ge=1, le=MAX_LENGTH)]
 
 
+class Join(Struct, frozen=True, kw_only=True, array_like=True):
+    """Rows that are new to `lane` begin with the cache of a prompt that has been read: each is one of its samples.
+
+    The last stage draws their first tokens. A lane that is new begins with it. `step` is the lane's next.
+    """
+
+    lane: Number
+    prompt: Number
+    step: Number
+    rows: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_ROWS)], ...], Meta(min_length=1, max_length=MAX_ROWS)]
+    samples: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_ROWS)], ...], Meta(min_length=1, max_length=MAX_ROWS)]
+
+
 class EndLane(Struct, frozen=True, kw_only=True, array_like=True):
-    """The lane's cache may be freed."""
+    """The cache of the lane, or of the prompt, may be freed."""
 
     lane: Number
 
@@ -112,7 +130,10 @@ class Failure(Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Forward(Struct, frozen=True, kw_only=True):
-    """Hidden states of some rows of a lane, for the next stage. `step` is the answer token that they lead to."""
+    """Hidden states of some rows of a lane, for the next stage; of a prompt, or one token a row.
+
+    `step` counts what the lane was sent. Rows of the lane that are not named leave it.
+    """
 
     lane: int
     step: int
@@ -121,12 +142,15 @@ class Forward(Struct, frozen=True, kw_only=True):
     width: int
     rows: Buffer  # (rows,) int32
     positions: Buffer  # (rows,) int32, of the first hidden state of each row
-    payload: Buffer  # (rows, length, width) float32, or (1, length, width) if `shared`
-    shared: bool = False
+    payload: Buffer  # (rows, length, width) float32, or bfloat16 if `halves`
+    halves: bool = False
 
 
 class Tokens(Struct, frozen=True, kw_only=True):
-    """One drawn token for each row, with its log-probability, from the last stage to the head."""
+    """What the last stage answers to each Join and Forward: a drawn token for each row, none for part of a prompt.
+
+    `version` is the one that the logits were computed by.
+    """
 
     lane: int
     step: int
@@ -136,11 +160,11 @@ class Tokens(Struct, frozen=True, kw_only=True):
     logprobs: Buffer  # (rows,) float32
 
 
-Frame = Open | BeginLane | EndLane | Prepare | Switch | Beat | Failure | Forward | Tokens
+Frame = Open | BeginPrompt | EndLane | Prepare | Switch | Beat | Failure | Forward | Tokens | Join
 
 _KINDS: Final[dict[type, int]] = {
     Open: 1,
-    BeginLane: 2,
+    BeginPrompt: 2,
     EndLane: 3,
     Prepare: 4,
     Switch: 5,
@@ -148,6 +172,7 @@ _KINDS: Final[dict[type, int]] = {
     Failure: 7,
     Forward: 8,
     Tokens: 9,
+    Join: 10,
 }
 _encoder = msgspec.msgpack.Encoder()
 _DECODERS: Final[dict[int, msgspec.msgpack.Decoder[Frame]]] = {
@@ -160,7 +185,7 @@ def encode(chain: bytes, frame: Frame) -> tuple[Buffer, ...]:
     prefix = _PREFIX.pack(_MAGIC, _FORMAT, _KINDS[type(frame)], chain)
     match frame:
         case Forward(lane=lane, step=step, version=version, rows=rows, length=length, width=width):
-            dtype = _FLOAT32_SHARED if frame.shared else _FLOAT32
+            dtype = 1 + frame.halves
             head = _FORWARD.pack(lane, step, version.epoch, version.step, len(rows) // 4, length, width, dtype)
             return prefix + head + rows + frame.positions, frame.payload
         case Tokens(lane=lane, step=step, version=version, rows=rows):
@@ -192,11 +217,11 @@ def decode(data: bytes) -> tuple[bytes, Frame]:
 
 def _decode_forward(body: memoryview) -> Forward:
     lane, step, epoch, number, rows, length, width, dtype = _FORWARD.unpack_from(body)
-    if dtype not in (_FLOAT32, _FLOAT32_SHARED):
+    if dtype not in _VALUE_BYTES:
         raise BadFrame(f"dtype {dtype} is unknown")
     if not (1 <= rows <= MAX_ROWS and 1 <= length <= MAX_LENGTH and 1 <= width <= MAX_WIDTH):
         raise BadFrame(f"hidden states of shape ({rows}, {length}, {width}) are out of bounds")
-    states = 4 * length * width * (1 if dtype == _FLOAT32_SHARED else rows)
+    states = _VALUE_BYTES[dtype] * rows * length * width
     indices, positions, payload = _split(body[_FORWARD.size :], 4 * rows, 4 * rows, states)
     return Forward(
         lane=lane,
@@ -207,13 +232,13 @@ def _decode_forward(body: memoryview) -> Forward:
         rows=indices,
         positions=positions,
         payload=payload,
-        shared=dtype == _FLOAT32_SHARED,
+        halves=_VALUE_BYTES[dtype] == 2,
     )
 
 
 def _decode_tokens(body: memoryview) -> Tokens:
     lane, step, epoch, number, rows = _TOKENS.unpack_from(body)
-    if not 1 <= rows <= MAX_ROWS:
+    if rows > MAX_ROWS:
         raise BadFrame(f"{rows} rows are out of bounds")
     indices, tokens, logprobs = _split(body[_TOKENS.size :], 4 * rows, 4 * rows, 4 * rows)
     return Tokens(lane=lane, step=step, version=_version(epoch, number), rows=indices, tokens=tokens, logprobs=logprobs)

@@ -248,21 +248,30 @@ def policy_vectors() -> object:
 
 
 def hop_vectors() -> object:
-    """One frame of each kind, and a shared forward."""
+    """One frame of each kind, and a forward in bf16."""
     two_rows, floats = bytes([0, 0, 0, 0, 1, 0, 0, 0]), bytes(range(32))
-    begin = hop.BeginLane(
+    begin = hop.BeginPrompt(
         lane=3,
         group_id=b"g" * 32,
         run_seed=_MANIFEST.randomness(),
         sampling=_MANIFEST.sampling,
-        rows=2,
+        samples=2,
         positions=40,
     )
     forward = hop.Forward(
         lane=3, step=0, version=_V1, length=2, width=2, rows=two_rows, positions=bytes(8), payload=floats
     )
     frames: list[hop.Frame] = [
-        hop.Open(route=_ROUTE, run_id=_MANIFEST.run_id(), plan=9, lanes=3, versions=(_V1,), engines=("torch-float32",)),
+        hop.Open(
+            route=_ROUTE,
+            run_id=_MANIFEST.run_id(),
+            plan=9,
+            lanes=3,
+            versions=(_V1,),
+            engines=("torch-float32",),
+            room=(65_536,),
+            ragged=(True,),
+        ),
         begin,
         hop.EndLane(lane=3),
         hop.Prepare(version=_V1, timeout_s=60.0),
@@ -270,8 +279,9 @@ def hop_vectors() -> object:
         hop.Beat(number=17),
         hop.Failure(reason="bad-lane", text="lane 4 is not known", peer=_OTHER),
         forward,
-        msgspec.structs.replace(forward, payload=floats[:16], shared=True),
+        msgspec.structs.replace(forward, payload=floats[:16], halves=True),
         hop.Tokens(lane=3, step=0, version=_V1, rows=two_rows, tokens=two_rows, logprobs=bytes(8)),
+        hop.Join(lane=4, prompt=3, step=1, rows=(5, 6), samples=(0, 1)),
     ]
     chain = bytes(range(16))
     return [

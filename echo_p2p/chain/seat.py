@@ -1,0 +1,103 @@
+"""A stage's part of one chain: computes what the chain asks for and, at the last stage, draws. Knows no stream.
+
+The head has one for its own stage, and every other stop one for the chain that it serves. `host.turn` is held by the
+caller, who sends on what comes out before anybody else computes.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from echo_p2p.chain.book import Book, Prompt, Row
+from echo_p2p.chain.group import Drawn, Floats, Integers, nothing_drawn
+from echo_p2p.chain.host import StageHost
+from echo_p2p.chain.sampler import draw
+from echo_protocols.hop import BeginPrompt, Join
+from echo_protocols.uniform import uniform
+from echo_protocols.values import PolicyVersion
+
+
+class Seat:
+    """One chain at one host."""
+
+    def __init__(self, host: StageHost) -> None:
+        self._host = host
+        self._book = Book(host.peer, host.limits)
+
+    def begin(self, order: BeginPrompt) -> None:
+        """A prompt is to be read. Raises ChainBroken."""
+        cache = self._host.begin()
+        try:
+            self._book.begin(order, cache)
+        except BaseException:
+            self._host.discard(cache)
+            raise
+
+    def end(self, number: int) -> None:
+        """Free a prompt or a lane. Raises ChainBroken."""
+        self._host.discard(self._book.end(number))
+
+    def leave(self) -> None:
+        """Free everything."""
+        for cache in self._book.caches:
+            self._host.discard(cache)
+
+    async def forward(
+        self, number: int, step: int, rows: Integers, positions: Integers, inputs: Integers | Floats
+    ) -> Floats | Drawn:
+        """Hidden states (rows, length, hidden) of a part of a prompt, or of a token a row; drawn, at the last stage.
+
+        Raises ChainBroken.
+        """
+        length, named = inputs.shape[1], rows.tolist()
+        if number in self._book.prompts:
+            prompt = self._book.read(number, step, named, positions.tolist(), length)
+            return await self._read(prompt, step, rows, positions, inputs)
+        lane = self._book.decode(number, step, named, positions.tolist(), length)
+        version, last = self._host.version, self._host.stage.span.last
+        growing = list(lane.rows.values())
+
+        def finish(outputs: Floats) -> Floats | Drawn:
+            return _draw(step, version, rows, growing, outputs) if last else outputs
+
+        return await self._host.forward(lane.cache, rows, positions, inputs, finish)
+
+    async def join(self, frame: Join) -> Drawn | None:
+        """Let rows begin; at the last stage, with their first tokens. Raises ChainBroken."""
+        prompt, lane = self._book.join(frame)
+        cache = lane.cache if lane else self._host.begin()
+        self._book.joined(frame, cache)  # so that it is freed with the chain, whatever comes
+        rows = np.array(frame.rows, np.int32)
+        growing = [self._book.lanes[frame.lane].rows[row] for row in frame.rows]
+
+        def finish() -> Drawn | None:
+            if prompt.logits is None or prompt.version is None:
+                return None
+            logits = np.repeat(prompt.logits, len(rows), axis=0)  # (rows, vocabulary)
+            return _draw(frame.step, prompt.version, rows, growing, logits)
+
+        return await self._host.join(cache, rows, prompt.cache, finish)
+
+    async def _read(
+        self, prompt: Prompt, step: int, rows: Integers, positions: Integers, inputs: Integers | Floats
+    ) -> Floats | Drawn:
+        version, last = self._host.version, self._host.stage.span.last
+
+        def finish(outputs: Floats) -> Floats | Drawn:
+            if not last:
+                return outputs
+            prompt.logits, prompt.version = outputs, version
+            return nothing_drawn(step, version)
+
+        return await self._host.forward(prompt.cache, rows, positions, inputs, finish)
+
+
+def _draw(step: int, version: PolicyVersion, rows: Integers, growing: Sequence[Row], logits: Floats) -> Drawn:
+    """A token for each row, by its own group's sampling and uniform."""
+    tokens, logprobs = np.empty(len(rows), np.int32), np.empty(len(rows), np.float32)
+    for sampling in dict.fromkeys(row.order.sampling for row in growing):
+        places = [place for place, row in enumerate(growing) if row.order.sampling == sampling]
+        chosen = [growing[place] for place in places]
+        u = [uniform(row.order.run_seed, row.order.group_id, row.sample, row.drawn) for row in chosen]
+        tokens[places], logprobs[places] = draw(logits[places], np.array(u, np.float64), sampling)
+    return Drawn(step=step, version=version, rows=rows, tokens=tokens, logprobs=logprobs)

@@ -1,0 +1,133 @@
+"""Steps of a ring as its head takes them: its own stage computes first, the others follow, and tokens come back.
+
+Knows which answers a step is of, but not what becomes of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import trio
+
+from echo_p2p.chain.group import NOTHING, Drawn, Integers
+from echo_p2p.chain.head import RingHead
+from echo_p2p.chain.host import StageHost
+from echo_p2p.chain.link import broken
+from echo_p2p.chain.queue import Group
+from echo_p2p.chain.seat import Seat
+from echo_p2p.chain.wire import to_forward
+from echo_protocols.hop import BeginPrompt, EndLane, Join
+from echo_protocols.values import PolicyVersion
+
+Tokens = trio.MemoryReceiveChannel[Drawn]
+
+_ROW_0 = np.zeros(1, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """An answer in a lane."""
+
+    row: int
+    group: Group
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A step that is under way: of some answers, or of part of a prompt. `drawn` at once in a ring of one."""
+
+    step: int
+    version: PolicyVersion
+    answers: Sequence[Growing]
+    drawn: Drawn | None
+
+    @property
+    def rows(self) -> Integers:
+        """Those that tokens are drawn for (rows,)."""
+        return np.array([answer.row for answer in self.answers], np.int32) if self.answers else NOTHING
+
+
+class Steps:
+    """Takes steps at this peer's stage and in its ring. Everything raises ChainBroken when the ring fails."""
+
+    def __init__(self, host: StageHost, head: RingHead) -> None:
+        self._host = host
+        self._head = head
+        self._seat = Seat(host)
+
+    def begin(self, group: Group) -> None:
+        """The prompt of a group is to be read, as the lane of its number."""
+        request = group.request
+        order = BeginPrompt(
+            lane=group.number,
+            group_id=request.group_id,
+            run_seed=request.run_seed,
+            sampling=request.sampling,
+            samples=request.samples,
+            positions=request.positions,
+        )
+        self._seat.begin(order)
+        self._head.send(order)
+
+    def end(self, number: int) -> None:
+        """Free a prompt or a lane."""
+        self._seat.end(number)
+        self._head.send(EndLane(lane=number))
+
+    def leave(self) -> None:
+        """Free everything at this peer's stage."""
+        self._seat.leave()
+
+    async def read(self, group: Group, step: int, start: int, part: Integers) -> Asked:
+        """Read a part of a prompt (1, length), from position `start` on."""
+        return await self._forward(group.number, step, (), _ROW_0, np.array([start], np.int32), part)
+
+    async def join(self, lane: int, step: int, new: Sequence[Growing]) -> Asked | None:
+        """Let answers of one group begin in a lane, each with a first token; None if nobody wants them any more.
+
+        With the last of the group's answers its prompt is freed.
+        """
+        group = new[0].group
+        order = Join(
+            lane=lane,
+            prompt=group.number,
+            step=step,
+            rows=tuple(answer.row for answer in new),
+            samples=tuple(answer.sample for answer in new),
+        )
+        async with self._host.turn:
+            asked = None
+            if not group.dropped:
+                assert group.version is not None
+                asked = Asked(step, group.version, new, await self._seat.join(order))
+                self._head.send(order)
+            group.joined += len(new)
+            if group.joined == group.request.samples:
+                self.end(group.number)
+        return asked
+
+    async def decode(self, lane: int, step: int, growing: Sequence[Growing]) -> Asked:
+        """One more token for each answer of a lane."""
+        rows = np.array([answer.row for answer in growing], np.int32)
+        positions = np.array([answer.group.position(answer.sample) for answer in growing], np.int32)
+        last = np.array([[answer.group.answers.last_token(answer.sample)] for answer in growing], np.int32)
+        return await self._forward(lane, step, growing, rows, positions, last)
+
+    async def answer(self, asked: Asked, tokens: Tokens) -> Drawn:
+        """What was drawn in a step."""
+        drawn = asked.drawn if asked.drawn is not None else await self._head.next_tokens(tokens)
+        if (fault := drawn.fault(asked.step, asked.rows, asked.version)) is not None:
+            raise broken("bad-tokens", fault, self._head.last)
+        return drawn
+
+    async def _forward(
+        self, lane: int, step: int, answers: Sequence[Growing], rows: Integers, positions: Integers, inputs: Integers
+    ) -> Asked:
+        async with self._host.turn:
+            version = self._host.version
+            result = await self._seat.forward(lane, step, rows, positions, inputs)
+            if isinstance(result, Drawn):
+                return Asked(step, version, answers, result)
+            self._head.send(to_forward(lane, step, version, rows=rows, positions=positions, hidden=result))
+        return Asked(step, version, answers, None)
