@@ -20,7 +20,12 @@ PACKAGES = {
 HOMES = {
     "libp2p": {"echo_p2p.net.gossip"},
     "hivemind": {"echo_p2p.net.hive", "echo_p2p.rl.average"},
-    "transformers": {"echo_p2p.chain.torch_stage", "echo_p2p.models", "echo_p2p.models.warm_start"},
+    "transformers": {
+        "echo_p2p.chain.torch_stage",
+        "echo_p2p.chain.torch_cache",
+        "echo_p2p.models",
+        "echo_p2p.models.warm_start",
+    },
     "numba": {"echo_p2p.kernels"},
     "mlx": {"echo_p2p.chain.mlx_stage", "echo_p2p.chain.mlx_weights"},
     "mlx_lm": {"echo_p2p.chain.mlx_stage"},

@@ -1,6 +1,7 @@
 """A chain of torch stages computes the whole model's bits, for every family, and its weights change in place."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from echo_p2p.chain.shape import layers_that_fit, model_shape, span_bytes, tensor_entries
 from echo_p2p.chain.stage import TensorUpdate
+from echo_p2p.chain.torch_cache import folded_attention
 from echo_p2p.chain.torch_stage import TorchStage, load_stage
 from echo_p2p.errors import ChainError, ModelError, WeightsError
 from echo_protocols.values import Span
@@ -26,6 +29,8 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
@@ -38,6 +43,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 6},
     "mixtral": {"head_dim": 8, "num_local_experts": 4},
     "granite": {"embedding_multiplier": 12.0, "logits_scaling": 4.0},
+    "olmo2": {},
+    "phi3": {},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "glm4": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
     "qwen3_next": {
         "head_dim": 8,
         "num_experts": 4,
@@ -66,11 +90,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def model(folder: Path, family: str, *, shards: str = "20KB", dtype: torch.dtype = torch.bfloat16) -> Path:
+def model(
+    folder: Path, family: str, *, shards: str = "20KB", dtype: torch.dtype = torch.bfloat16, **settings: Any
+) -> Path:
     path = folder / f"{family}-{shards}-{str(dtype).removeprefix('torch.')}"
     if not path.exists():
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family.split("-")[0], **(SIZES | FAMILIES[family]))
+        config = AutoConfig.for_model(family.split("-")[0], **(SIZES | FAMILIES.get(family, {}) | settings))
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
         with torch.no_grad():
             for parameter in whole.parameters():
@@ -84,11 +110,23 @@ def chain(path: Path, cuts: Sequence[int]) -> list[TorchStage]:
     return [load_stage(path, Span(start=a, end=b, layers=4), device="cpu") for a, b in pairwise(cuts)]
 
 
-def call(stages: Sequence[TorchStage], rows: Sequence[int], position: int, tokens: np.ndarray) -> np.ndarray:
+def call(
+    stages: Sequence[TorchStage], rows: Sequence[int], position: int | Sequence[int], tokens: np.ndarray, lane: int = 0
+) -> np.ndarray:
     names, carried = np.array(rows, dtype=np.int32), tokens
     for stage in stages:
-        carried = stage.forward(0, names, np.full(len(names), position, dtype=np.int32), carried)
+        carried = stage.forward(lane, names, np.full(len(names), position, dtype=np.int32), carried)
     return carried
+
+
+def read(stages: Sequence[TorchStage], prompt: Sequence[int], lane: int) -> np.ndarray:
+    """Logits (vocabulary,) after a prompt, which a lane of one row has then read."""
+    return call(stages, [0], 0, np.array([prompt], np.int32), lane)[0]
+
+
+def join(stages: Sequence[TorchStage], rows: Sequence[int], source: int, lane: int = 0) -> None:
+    for stage in stages:
+        stage.join(lane, np.array(rows, np.int32), source)
 
 
 def generate(stages: Sequence[TorchStage]) -> list[np.ndarray]:
@@ -129,6 +167,143 @@ def test_a_whole_stage_gives_the_bits_of_the_plain_model(folder: Path, family: s
             expected = plain(torch.tensor(tokens, dtype=torch.int64), past_key_values=cache, logits_to_keep=1).logits
         assert np.array_equal(call(stages, [0, 1, 2], position, tokens), expected[:, -1].numpy())
         tokens = tokens[:, -1:]
+
+
+@dataclass
+class Row:
+    """One answer while it grows, and the logits (vocabulary,) of each of its steps."""
+
+    tokens: list[int]
+    ends: int
+    logits: list[np.ndarray] = field(default_factory=list)
+
+
+def churn(stages: Sequence[TorchStage], *, steps: int, seed: int = 3) -> tuple[list[Row], int]:
+    """Greedy answers of one lane that rows join, alone and in groups, and leave at random; how often it was ragged."""
+    draws, live, done, ragged = np.random.default_rng(seed), dict[int, Row](), list[Row](), 0
+    for _ in range(steps):
+        left = {name for name, row in live.items() if len(row.logits) >= row.ends}
+        done += [live[name] for name in left]
+        while len(live) - len(left) < 5:
+            prompt, rows = draws.integers(1, 48, draws.integers(1, 12)).tolist(), draws.integers(1, 4)
+            logits = read(stages, prompt, lane=1)
+            names = [name for name in range(12) if name not in live][:rows]
+            join(stages, names, source=1)
+            for stage in stages:
+                stage.close(1)
+            live |= {name: Row([*prompt, int(logits.argmax())], int(draws.integers(2, 26)), [logits]) for name in names}
+        live = {name: row for name, row in live.items() if name not in left}
+        names = draws.permutation(list(live)).tolist()
+        lengths = [len(live[name].tokens) - 1 for name in names]
+        ragged += len(set(lengths)) > 1
+        logits = call(stages, names, lengths, np.array([live[name].tokens[-1:] for name in names], np.int32))
+        for name, seen in zip(names, logits, strict=True):
+            row = live[name]
+            row.tokens.append(int(seen.argmax()))
+            row.logits.append(seen)
+    return [*done, *live.values()], ragged
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_join_and_leave_answer_as_if_alone(folder: Path, family: str) -> None:
+    path = model(folder, family)
+    stages = chain(path, (0, 2, 4))
+    assert all(stage.ragged for stage in stages)
+    rows, ragged = churn(stages, steps=75)
+    assert ragged > 65
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for row in rows:
+        with torch.inference_mode():
+            alone = plain(torch.tensor([row.tokens[:-1]])).logits[0, -len(row.logits) :].numpy()
+        np.testing.assert_allclose(np.array(row.logits), alone, atol=1e-4)
+        assert row.tokens[-len(row.logits) :] == alone.argmax(-1).tolist()
+    again, _ = churn(chain(path, (0, 1, 4)), steps=75)
+    assert same([logits for row in rows for logits in row.logits], [logits for row in again for logits in row.logits])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_read_in_chunks_is_the_prompt_read_whole(folder: Path, family: str) -> None:
+    stages = chain(model(folder, family), (0, 2, 4))
+    tokens = np.random.default_rng(4).integers(1, 48, (2, 14), dtype=np.int32)
+    whole = call(stages, [0, 1], 0, tokens, lane=1)
+    for start, end in pairwise((0, 5, 6, 13, 14)):
+        logits = call(stages, [0, 1], start, tokens[:, start:end])
+    np.testing.assert_allclose(logits, whole, atol=1e-4)
+    newest = np.full((2, 1), 7, np.int32)
+    np.testing.assert_allclose(call(stages, [0, 1], 14, newest), call(stages, [0, 1], 14, newest, lane=1), atol=1e-4)
+
+
+def test_a_group_that_shares_a_prefix_has_the_bits_of_one_prompt_read_for_each(folder: Path) -> None:
+    stages = chain(model(folder, "llama"), (0, 2, 4))
+    prompt = [5, 4, 3, 2, 1]
+    read(stages, prompt, lane=1)
+    join(stages, [0, 1, 2], source=1)
+    call(stages, [0, 1, 2], 0, np.array([prompt] * 3, np.int32), lane=2)
+    newest = np.array([[6], [7], [8]], np.int32)
+    shared, apart = call(stages, [0, 1, 2], 5, newest), call(stages, [0, 1, 2], 5, newest, lane=2)
+    np.testing.assert_allclose(shared, apart, atol=1e-5)
+    join(stages, [9], source=1)  # the source goes on as it was
+    assert same([call(stages, [9], 5, newest[:1])], [call(stages, [0], 5, newest[:1], lane=1)])
+
+
+def test_weights_may_change_while_rows_stand_apart(folder: Path) -> None:
+    path = model(folder, "qwen3")
+    stages, whole = chain(path, (0, 2, 4)), chain(path, (0, 4))
+    patch = {name: TensorUpdate(None, bits ^ np.uint16(1)) for name, bits in whole[0].tensors().items()}
+    seen = []
+    for each in (stages, whole):
+        read(each, [3, 4, 5], lane=1)
+        join(each, [4, 2], source=1)
+        call(each, [2, 4], 3, np.array([[1], [2]], np.int32))
+        join(each, [0], source=1)
+        before = call(each, [0, 2, 4], [3, 4, 4], np.array([[1], [2], [3]], np.int32))
+        for stage in each:
+            held = stage.tensors()
+            stage.apply({name: update for name, update in patch.items() if name in held})
+        after = call(each, [4, 0], [5, 4], np.array([[3], [1]], np.int32))
+        seen.append([before, after])
+        assert np.isfinite(after).all()
+    assert same(*seen)
+
+
+def test_a_row_of_broken_numbers_leaves_its_neighbours_alone(folder: Path) -> None:
+    stage = chain(model(folder, "llama"), (0, 2, 4))[1]
+    hidden = np.random.default_rng(5).standard_normal((2, 6, 32)).astype(np.float32)
+    names, newest = np.arange(2, dtype=np.int32), hidden[:, :1]
+    call([stage], [0], 0, np.full_like(hidden[:1], np.nan), lane=1)
+    call([stage], [0], 0, hidden[:1, :2], lane=2)
+    join([stage], [0], source=1)
+    join([stage], [1], source=2)
+    both = stage.forward(0, names, np.array([6, 2], np.int32), newest)
+    assert np.isnan(both[0]).all()
+    assert np.isfinite(both[1]).all()
+    call([stage], [1], 3, newest[:1])
+    join([stage], [0], source=2)  # where the broken row was
+    assert np.isfinite(stage.forward(0, names, np.array([2, 4], np.int32), newest)).all()
+
+
+def test_folded_heads_attend_as_those_of_transformers() -> None:
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(3, 6, 1, 8), torch.randn(3, 2, 9, 8), torch.randn(3, 2, 9, 4)
+    mask = (torch.arange(9) >= torch.tensor([[0], [4], [8]]))[:, None, None]
+    module = torch.nn.Module()
+    module.num_key_value_groups = 3
+    expected, _ = sdpa_attention_forward(module, query, keys, values, mask, scaling=0.3)
+    torch.testing.assert_close(folded_attention(query, keys, values, mask, 0.3), expected)
+
+
+def test_families_whose_rows_depend_on_the_longest_join_at_one_position_only(folder: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    stages = chain(model(folder, "llama-dynamic", rope_parameters=rope), (0, 2, 4))
+    assert not any(stage.ragged for stage in stages)
+    read(stages, [1, 2, 3], lane=1)
+    read(stages, [1, 2], lane=2)
+    join(stages, [0, 1], source=1)
+    join(stages, [2], source=1)
+    for stage in stages:
+        with pytest.raises(ChainError, match="needs all at one"):
+            stage.join(0, np.array([3], np.int32), 2)
+    assert call(stages, [0, 1, 2], 3, np.array([[1], [2], [3]], np.int32)).shape == (3, 48)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "llama-tied", "gemma3_text"])

@@ -9,7 +9,8 @@ Knows no network, no sampling, and not how well it agrees: `parity` measures tha
 # mlx-lm has defaults of its own for what a config.json leaves out, and ignores what it does not know: `_normalised`.
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import _get_classes
 from numpy.typing import NDArray
 
-from echo_p2p.chain.lanes import Lane, Lanes
+from echo_p2p.chain.lanes import Entered, Lanes
 from echo_p2p.chain.mlx_weights import MlxWeights, live_arrays
 from echo_p2p.chain.parity import Loader, check_parity
 from echo_p2p.chain.shape import model_shape, span_tensors, tensor_entries
@@ -83,6 +84,7 @@ class MlxStage:
         self, model: Any, span: Span, device: Any, dtype: mx.Dtype, *, max_lanes: int, max_length: int
     ) -> None:
         self.span = span
+        self.ragged = False
         self._model = model
         self._device = device
         self._dtype = dtype
@@ -100,15 +102,24 @@ class MlxStage:
     ) -> NDArray[np.float32]:
         """As `Stage.forward` says. Raises ChainError; a lane whose computation failed is closed."""
         self._check(len(rows), inputs)
-        state, kept = self._lanes.enter(lane, rows, positions, inputs.shape[1])
-        try:
-            with mx.stream(self._device):
-                outputs = self._compute(state, kept, inputs)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # of the vendor
-            self.close(lane)
-            raise ChainError(f"lane {lane} failed on span {self.span} ({error}): replay it elsewhere") from error
-        state.length += inputs.shape[1]
-        return outputs
+        entered = self._lanes.enter(lane, rows, positions, inputs.shape[1])
+        with self._closing(lane):
+            outputs = self._compute(entered, entered.in_cache_order(inputs))
+        entered.lane.lengths += inputs.shape[1]
+        return entered.in_call_order(outputs)
+
+    def join(self, lane: int, rows: NDArray[np.int32], source: int) -> None:
+        """As `Stage.join` says. Raises ChainError; a lane whose computation failed is closed."""
+        state, shared = self._lanes.join(lane, rows, source)
+        with self._closing(lane):
+            for layer, other in zip(state.cache, shared.cache, strict=True):
+                for name in ("keys", "values"):
+                    new = mx.repeat(getattr(other, name)[:1, :, : other.offset], len(rows), axis=0)
+                    if len(rows) < len(state.rows):
+                        new = mx.concatenate([getattr(layer, name)[:, :, : other.offset], new])
+                    setattr(layer, name, new)
+                layer.offset = other.offset
+            mx.eval([(layer.keys, layer.values) for layer in state.cache])
 
     def close(self, lane: int) -> None:
         """Free the lane's KV cache; unknown lanes are no error."""
@@ -123,12 +134,21 @@ class MlxStage:
         """Write bf16 values into the live weights; lanes keep their KV. Raises WeightsError before anything changes."""
         self._weights.apply(updates)
 
+    @contextmanager
+    def _closing(self, lane: int) -> Iterator[None]:
+        try:
+            with mx.stream(self._device):
+                yield
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # of the vendor
+            self.close(lane)
+            raise ChainError(f"lane {lane} failed on span {self.span} ({error}): replay it elsewhere") from error
+
     def _compute(
-        self, state: Lane[list[Any]], kept: list[int] | None, inputs: NDArray[np.int32] | NDArray[np.float32]
+        self, entered: Entered[list[Any]], inputs: NDArray[np.int32] | NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        here = state.cache
-        if kept is not None:
-            index = mx.array(kept)
+        here = entered.lane.cache
+        if entered.kept is not None:
+            index = mx.array(entered.kept)
             for layer in here:
                 layer.keys, layer.values = layer.keys[index], layer.values[index]
         caches = [here[min(max(i - self.span.start, 0), len(here) - 1)] for i in range(self.span.layers)]

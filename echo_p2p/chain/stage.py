@@ -22,6 +22,8 @@ class Stage(Protocol):
     span: Span
     engine: str
     """Fingerprint of what computes: backend, its version, dtype; e.g. `torch-2.13.0-cpu-float32`."""
+    ragged: bool
+    """Whether rows of one lane may stand at different positions; if not, `join` needs rows at the source's."""
 
     def forward(
         self,
@@ -32,8 +34,14 @@ class Stage(Protocol):
     ) -> NDArray[np.float32]:
         """(rows, length, hidden) for the next stage, or (rows, vocabulary) logits of the last position if `span.last`.
 
-        A lane begins with its first call, whose rows must be 0 … n-1; later calls may name fewer (finished rows
-        leave) but no new ones.
+        A lane begins with its first call, whose rows must be 0 … n-1, or with `join`. Rows that a later call does not
+        name leave for good. Calls longer than one token need rows that all stand at one position.
+        """
+
+    def join(self, lane: int, rows: NDArray[np.int32], source: int) -> None:
+        """Rows (rows,) new to `lane` begin with the KV of lane `source`, which has one row and keeps it.
+
+        `lane` may be new. Row numbers are any below 4096 that it does not hold now.
         """
 
     def close(self, lane: int) -> None:

@@ -18,22 +18,17 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, DynamicCache
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from echo_p2p.chain.adapters import adapted
-from echo_p2p.chain.lanes import Lane, Lanes
+from echo_p2p.chain.lanes import Entered, Lanes
 from echo_p2p.chain.layouts import experts_apart
 from echo_p2p.chain.live_weights import LiveWeights, TorchWeights, live_parameters, shapes_of
 from echo_p2p.chain.shape import span_tensors, tensor_entries
 from echo_p2p.chain.stage import Bits, TensorUpdate
+from echo_p2p.chain.torch_cache import LaneCache, is_ragged, use_grouped_attention
 from echo_p2p.errors import ChainError, ModelError
 from echo_protocols.adapter import AdapterSpec
 from echo_protocols.values import Span
@@ -51,11 +46,12 @@ def load_stage(
     dtype: torch.dtype | None = None,
     max_lanes: int = 64,
     max_length: int | None = None,
+    kv_positions: int | None = None,
 ) -> "TorchStage":
     """Load the tensors of `span`, and no others, from a folder in Hugging Face format.
 
     `dtype` computes: float32 on a CPU (default), bfloat16 elsewhere. `max_length` bounds a lane's positions (default:
-    what the model was made for). Raises ModelError.
+    what the model was made for), `kv_positions` those of all lanes (default: by lanes alone). Raises ModelError.
     """
     where = torch.device(_pick_device() if device == "auto" else device)
     dtype = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
@@ -65,18 +61,35 @@ def load_stage(
     if config.num_hidden_layers != span.layers:
         raise ModelError(f"span {span} is not of {model_path}, which has {config.num_hidden_layers} layers")
     model = _read_model(model_path, config, span, dtype).to(where).eval()
+    use_grouped_attention(model)
     bound = max_length or int(getattr(config, "max_position_embeddings", 4096))
     logger.debug("loaded span %s of %s on %s in %s", span, model_path, where, dtype)
-    return TorchStage(model, span, dtype, max_lanes=max_lanes, max_length=bound)
+    return TorchStage(model, span, dtype, max_lanes=max_lanes, max_length=bound, kv_positions=kv_positions)
 
 
 class TorchStage:
     """A `Stage` computed by torch. Keeps one KV cache a lane, bounded as `Lanes` says."""
 
-    def __init__(self, model: Any, span: Span, dtype: torch.dtype, *, max_lanes: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        span: Span,
+        dtype: torch.dtype,
+        *,
+        max_lanes: int,
+        max_length: int,
+        kv_positions: int | None = None,
+    ) -> None:
         self.span = span
+        self.ragged = is_ragged(model.config)
         self._model = model
-        self._lanes = Lanes(lambda: _LaneCache(model.config, span), most=max_lanes, longest=max_length)
+        self._lanes = Lanes(
+            lambda: LaneCache(model.config, span),
+            most=max_lanes,
+            longest=max_length,
+            kv_positions=kv_positions,
+            ragged=self.ragged,
+        )
         live = live_parameters(model, dtype)
         self._base = TorchWeights(live, experts_apart(shapes_of(live), model.config.model_type))
         self._weights: LiveWeights = self._base
@@ -94,17 +107,19 @@ class TorchStage:
     ) -> NDArray[np.float32]:
         """As `Stage.forward` says. Raises ChainError; a lane whose computation failed is closed."""
         self._check(len(rows), inputs)
-        state, kept = self._lanes.enter(lane, rows, positions, inputs.shape[1])
-        try:
-            if kept is not None:
-                state.cache.select(kept)
-            outputs = self._compute(state, inputs)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # of the vendor
-            self._lanes.close(lane)
-            raise ChainError(f"lane {lane} failed on span {self.span} ({error}): replay it elsewhere") from error
-        state.length += inputs.shape[1]
-        state.cache.advance(state.length)
-        return outputs
+        entered = self._lanes.enter(lane, rows, positions, inputs.shape[1])
+        with self._closing(lane):
+            outputs = self._compute(entered, entered.in_cache_order(inputs))
+        entered.lane.lengths += inputs.shape[1]
+        return entered.in_call_order(outputs)
+
+    def join(self, lane: int, rows: NDArray[np.int32], source: int) -> None:
+        """As `Stage.join` says. Raises ChainError; a lane whose computation failed is closed."""
+        state, shared = self._lanes.join(lane, rows, source)
+        with self._closing(lane):
+            shared.cache.stand_at(shared.longest)
+            state.cache.stand_at(state.longest)
+            state.cache.join(shared.cache, held=len(state.rows) - len(rows), rows=len(rows))
 
     def close(self, lane: int) -> None:
         """Free the lane's KV cache; unknown lanes are no error."""
@@ -128,13 +143,31 @@ class TorchStage:
             raise ModelError(f"span {self.span} has an adapter already: load the stage anew for another one")
         self._weights = adapted(self._model, self._base, spec, merged=merged)
 
+    @contextmanager
+    def _closing(self, lane: int) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # of the vendor
+            self._lanes.close(lane)
+            raise ChainError(f"lane {lane} failed on span {self.span} ({error}): replay it elsewhere") from error
+
     def _compute(
-        self, state: "Lane[_LaneCache]", inputs: NDArray[np.int32] | NDArray[np.float32]
+        self, entered: Entered[LaneCache], inputs: NDArray[np.int32] | NDArray[np.float32]
     ) -> NDArray[np.float32]:
+        lane, length = entered.lane, inputs.shape[1]
+        cache, longest = lane.cache, lane.longest
+        if entered.kept is not None:
+            cache.select(entered.kept)
+        cache.stand_at(longest)
         with torch.inference_mode():
-            length = inputs.shape[1]
-            place = torch.arange(state.length, state.length + length, device=self._device)[None]  # (1, length)
-            common = {"position_ids": place, "past_key_values": state.cache, "use_cache": True}
+            common: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+            if lane.ragged:
+                lengths = torch.from_numpy(lane.lengths).to(self._device, torch.int64)[:, None]  # (rows, 1)
+                common["position_ids"] = lengths + torch.arange(length, device=self._device)  # (rows, length)
+                slots = torch.arange(longest + length, device=self._device)
+                common["attention_mask"] = slots >= longest - lengths  # (rows, slots): rows are padded on the left
+            else:
+                common["position_ids"] = torch.arange(longest, longest + length, device=self._device)[None]
             if self.span.first:
                 common["input_ids"] = torch.tensor(inputs, dtype=torch.int64).to(self._device)
             else:
@@ -152,47 +185,6 @@ class TorchStage:
             raise ChainError(f"inputs of shape {inputs.shape} do not fit span {self.span} of {config.model_type}")
         if self.span.first and inputs.size and not 0 <= inputs.min() <= inputs.max() < config.vocab_size:
             raise ChainError(f"a token id is outside the vocabulary of {config.vocab_size}: use the run's tokenizer")
-
-
-class _LaneCache(DynamicCache):
-    """KV of the span's layers. For all other layers, whose KV other stages hold, it only knows how long they are."""
-
-    def __init__(self, config: Any, span: Span) -> None:
-        super().__init__(config=config)
-        if len(self.layers) < span.layers and len(span) < span.layers:
-            raise ModelError(f"{config.model_type} shares KV between layers: serve it whole, not as span {span}")
-        self._here = self.layers[span.start : span.end]
-        elsewhere: dict[type, Any] = {}
-        for i, layer in enumerate(self.layers):
-            if not span.start <= i < span.end:
-                self.layers[i] = elsewhere.setdefault(type(layer), _length_only(layer))
-        self._elsewhere = list(elsewhere.values())
-
-    def advance(self, length: int) -> None:
-        """All layers are `length` tokens long now."""
-        for layer in self._elsewhere:
-            if isinstance(layer, _Elsewhere | DynamicSlidingWindowLayer):
-                layer.cumulative_length = length
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
-                layer.has_previous_state = True
-
-    def select(self, kept: list[int]) -> None:
-        """Keep these rows of the batch, in this order."""
-        with torch.inference_mode():
-            for layer in self._here:
-                layer.reorder_cache(torch.tensor(kept))
-
-
-class _Elsewhere(DynamicLayer):
-    cumulative_length = 0
-
-    def get_seq_length(self) -> int:
-        return self.cumulative_length
-
-
-def _length_only(layer: Any) -> Any:
-    sizes_itself = isinstance(layer, DynamicSlidingWindowLayer) or not isinstance(layer, CacheLayerMixin)
-    return layer if sizes_itself else _Elsewhere()
 
 
 class _PassThrough(nn.Module):
