@@ -12,10 +12,11 @@ from echo_p2p.chain.balance import ALONE, ANOTHER_STOP, balance, rows_of
 from echo_p2p.chain.plan import MARGIN, plan, tokens_per_s
 from echo_p2p.chain.pricing import Device, Link, Links, Workload, costs_of
 from echo_p2p.chain.search import best_chains, total_worth
-from echo_p2p.chain.workload import workload_of
+from echo_p2p.chain.workload import cache_room, workload_of
 from echo_p2p.models import resolve_model
 from echo_protocols.peer import Capacity, Plan, RoleRecord, Way
 from echo_protocols.run import RunManifest
+from echo_protocols.values import Span
 
 Devices = dict[str, Device]
 
@@ -425,3 +426,11 @@ def test_speeds_are_taken_in_steps_so_that_measuring_again_changes_nothing() -> 
     speeds = [device_of(Capacity(max_layers=4, layers_per_s=speed)).layers_per_s for speed in (1000.0, 1040.0, 2000.0)]
     assert speeds[0] == speeds[1] < speeds[2]
     assert device_of(Capacity(max_layers=4)).layers_per_s == 0.0
+
+
+def test_a_span_has_room_for_what_fits_into_the_memory() -> None:
+    path = resolve_model("tiny")
+    whole, half = Span(start=0, end=4, layers=4), Span(start=2, end=4, layers=4)
+    assert cache_room(path, whole, 2**30, 4) == 2**30 // (4 * 4 * 2 * 2 * 24)  # bytes, layers, keys and values
+    assert cache_room(path, half, 2**30, 2) == 2**30 // (2 * 2 * 2 * 2 * 24)
+    assert cache_room(path, whole, 0, 4) == 0

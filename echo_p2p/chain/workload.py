@@ -40,6 +40,12 @@ def workload_of(model_path: Path, manifest: RunManifest) -> Workload:
     )
 
 
+def cache_room(model_path: Path, span: Span, memory_bytes: int, value_bytes: int) -> int:
+    """Positions, of all rows together, whose keys and values in the layers of a span fit into some memory."""
+    kv_values, _ = _cache_figures(model_path, model_shape(model_path).hidden)
+    return memory_bytes // (kv_values * value_bytes * len(span))
+
+
 def _cache_figures(model_path: Path, hidden: int) -> tuple[int, int]:
     """Values of one token's keys and values in a layer, and the model's longest sequence; by the usual names."""
     config: dict[str, Any] = json.loads((model_path / "config.json").read_text())

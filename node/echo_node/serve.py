@@ -8,10 +8,11 @@ import time
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
+import psutil
 import trio
 from numpy.typing import NDArray
 
@@ -23,10 +24,12 @@ from echo_node.state import InferenceView
 from echo_p2p.chain.driver import open_chain
 from echo_p2p.chain.engines import load_engine
 from echo_p2p.chain.host import StageHost
+from echo_p2p.chain.link import ChainLimits
 from echo_p2p.chain.ring import Ring, opening_fault
 from echo_p2p.chain.server import ChainServer
 from echo_p2p.chain.stage import Stage
-from echo_p2p.errors import ChainError
+from echo_p2p.chain.workload import PROMPT_POSITIONS, cache_room
+from echo_p2p.errors import ChainError, ModelError
 from echo_p2p.swarm import Run
 from echo_p2p.tensors import Bits, TensorUpdate
 from echo_p2p.weights.fetch import Replica
@@ -145,7 +148,8 @@ class Service:
             version = await replica.newer_than(None)
             await trio.to_thread.run_sync(replica.switch, version, stage)
             log.info("serving span %s at version %s", assignment.span, version)
-            self._host = StageHost(self._presence.identity.peer_id, stage, replica, version)
+            limits = await trio.to_thread.run_sync(self._limits, stage)
+            self._host = StageHost(self._presence.identity.peer_id, stage, replica, version, limits=limits)
             server = ChainServer(self._presence.hive, self._host, self._allow)
             await nursery.start(server.serve)
             self._view = msgspec.structs.replace(self._view, activity="serving")
@@ -163,6 +167,20 @@ class Service:
             span, self._run.manifest.model, stage.engine, sampling.max_new_tokens,
         )  # fmt: skip
         return SlowStage(stage, config.slowdown_s) if config.slowdown_s else stage
+
+    def _limits(self, stage: Stage) -> ChainLimits:
+        """As many positions as the memory that is left has room for. Raises ModelError if that is too few to begin."""
+        memory = int(psutil.virtual_memory().available * self._board.config.inference.memory_share)
+        value_bytes = 4 if stage.engine.endswith("float32") else 2
+        room = cache_room(self._prompts.model_path, stage.span, memory, value_bytes)
+        manifest = self._run.manifest
+        least = (manifest.group_size + 1) * (PROMPT_POSITIONS + manifest.sampling.max_new_tokens)
+        if room < least:
+            raise ModelError(
+                f"{memory >> 20} MiB are left for keys and values of span {stage.span}, {room} positions; one group may"
+                f" take {least}: free memory, raise inference.memory_share, or serve fewer layers (--max-layers)."
+            )
+        return replace(ChainLimits(), room=min(room, 2**40))
 
     def _allow(self, peer: str, opening: Open) -> str | None:
         """Only the plan's predecessor may feed us, for this run."""
