@@ -16,6 +16,7 @@ from echo_p2p.chain.growth import Growth
 from echo_p2p.chain.head import RingHead
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainBroken
+from echo_p2p.chain.queue import OnToken
 from echo_p2p.chain.ring import Ring
 from echo_p2p.chain.server import ChainServer
 from echo_p2p.errors import ChainError, WeightsError
@@ -103,12 +104,12 @@ class ChainDriver:
             busy_s=self.host.statistics.busy_s,
         )
 
-    async def generate(self, request: GroupRequest) -> tuple[Sample, ...]:
-        """Answer one prompt; waits while there is no room. Never a part of a group.
+    async def generate(self, request: GroupRequest, on_token: OnToken | None = None) -> tuple[Sample, ...]:
+        """Answer one prompt; waits while there is no room. Never a part of a group; `on_token` hears it grow.
 
         Raises ChainError, also for a request that this ring could never hold.
         """
-        return await self._growth.answer(request)
+        return await self._growth.answer(request, on_token)
 
     async def switch(self, version: PolicyVersion, timeout_s: float) -> None:
         """Stage `version` at every stop, then have all later steps computed by it.

@@ -15,7 +15,7 @@ from echo_p2p.chain.group import Answers, Drawn, GroupRequest
 from echo_p2p.chain.head import RingHead
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainBroken
-from echo_p2p.chain.queue import Group, Queue
+from echo_p2p.chain.queue import Group, OnToken, Queue
 from echo_p2p.chain.ring import Ring
 from echo_p2p.chain.steps import Asked, Growing, Steps, Tokens
 from echo_p2p.errors import ChainError
@@ -40,11 +40,14 @@ class Growth:
         self._queue = Queue(host.limits.room, self._ahead)
         self._numbers = count(1)
 
-    async def answer(self, request: GroupRequest) -> tuple[Sample, ...]:
-        """All answers to one prompt. Raises ChainError, also for a request that this ring could never hold."""
+    async def answer(self, request: GroupRequest, on_token: OnToken | None = None) -> tuple[Sample, ...]:
+        """All answers to one prompt. Raises ChainError, also for a request that this ring could never hold.
+
+        `on_token` is not called any more once this has returned, raised or been cancelled.
+        """
         if (fault := self._fault_of(request)) is not None:
             raise ChainError(fault)
-        group = Group(request, next(self._numbers), Answers(request))
+        group = Group(request, next(self._numbers), Answers(request), on_token=on_token)
         with self._head.until_failure():
             self._queue.add(group)
             try:
@@ -166,6 +169,8 @@ class Growth:
         for answer, token, logprob in zip(asked.answers, drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True):
             group = answer.group
             self.tokens += 1
+            if group.on_token is not None and not group.dropped:
+                group.on_token(answer.sample, token, drawn.version)
             if group.answers.take(answer.sample, token, logprob, drawn.version):
                 going.append(answer)
             elif group.answers.finished and not group.dropped:

@@ -5,12 +5,16 @@ lanes; answers begin in the order in which their prompts were read.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
 
 from echo_p2p.chain.group import Answers, GroupRequest
 from echo_protocols.values import PolicyVersion
+
+OnToken = Callable[[int, int, PolicyVersion], None]
+"""Hears of each token as it is drawn: which sample, the token, the version. Must neither block nor raise."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +32,7 @@ class Group:
     begun: int = 0
     joined: int = 0
     dropped: bool = False
+    on_token: OnToken | None = None
 
     @property
     def room(self) -> int:

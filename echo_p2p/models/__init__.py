@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,25 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     return [int(token) for token in tokenizer(text)["input_ids"]]
 
 
+def encode_chat(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a conversation, from where the model goes on: by the tokenizer's chat template, else end to end.
+
+    A turn is a role and its content. Raises ModelError for a conversation that the template has no form for.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return [int(token) for token in tokenizer("".join(turn["content"] for turn in turns))["input_ids"]]
+    from jinja2 import TemplateError
+
+    try:
+        encoded = tokenizer.apply_chat_template(
+            [dict(turn) for turn in turns], add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        cure = "leave out what this model doesn't know, such as a system message"
+        raise ModelError(f"The model's chat template can't take these messages ({error}): {cure}.") from error
+    return [int(token) for token in encoded["input_ids"]]
+
+
 def decode(tokenizer: Any, token_ids: list[int]) -> str:
     """The text of token ids, without special tokens such as the end of a turn."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -93,6 +113,13 @@ def stop_tokens(reference: str) -> tuple[int, ...]:
             named = json.loads((folder / name).read_bytes()).get("eos_token_id")
             found.update(named if isinstance(named, list) else [named])
     return tuple(sorted(token for token in found if isinstance(token, int)))
+
+
+def longest_sequence(reference: str) -> int:
+    """Positions of the longest sequence that the model's configuration allows; 2^31 where it says nothing."""
+    config = json.loads((resolve_model(reference) / "config.json").read_bytes())
+    found = (config.get("text_config") or config).get("max_position_embeddings")
+    return found if isinstance(found, int) and found > 0 else 2**31
 
 
 def tokenizer_hash(reference: str) -> str:

@@ -1,4 +1,4 @@
-"""A node's HTTP port: dashboard, state, metrics, health. Reads the state document; knows nothing of who fills it.
+"""A node's HTTP port: dashboard, state, metrics, health, chat. Reads the state document; knows nothing of who fills it.
 
 The port answers only to names that it was told (DNS rebinding: a web page whose own name resolves to 127.0.0.1 must
 not read it), sends no CORS header, and the dashboard may load nothing from elsewhere.
@@ -25,6 +25,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from echo_node.chat import CHAT_TIMEOUT_S, Chats, Models
+from echo_node.chat_desk import Desk
 from echo_node.metrics import StateCollector
 from echo_node.state import NodeState
 from echo_p2p.errors import ConfigError
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 ReadState = Callable[[], NodeState]
 
 _SERVE_AGAIN_S = 0.1
+_UNREAD_MS = 30_000
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _WILDCARDS = frozenset({"0.0.0.0", "::"})
 _NO_STORE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
@@ -45,8 +48,11 @@ _DASHBOARD_HEADERS = {
 }
 
 
-def build_app(read_state: ReadState) -> Starlette:
-    """The application behind the port. `read_state` is called for each request, on the loop, and must not block."""
+def build_app(read_state: ReadState, desk: Desk | None = None) -> Starlette:
+    """The application behind the port. `read_state` is called for each request, on the loop, and must not block.
+
+    With a `desk` one can talk to the policy.
+    """
     dashboard = resources.files("echo_node").joinpath("dashboard.html").read_text(encoding="utf-8")
     registry = CollectorRegistry()
     registry.register(StateCollector(read_state))
@@ -72,8 +78,14 @@ def build_app(read_state: ReadState) -> Starlette:
             Route("/state", show_state),
             Route("/metrics", show_metrics),
             Route("/health", show_health),
+            *(_chat_routes(desk) if desk else ()),
         ]
     )
+
+
+def _chat_routes(desk: Desk) -> tuple[Route, ...]:
+    models, chats = Route("/v1/models", Models(desk)), Route("/v1/chat/completions", Chats(desk), methods=["POST"])
+    return models, chats
 
 
 def is_healthy(state: NodeState) -> bool:
@@ -152,7 +164,7 @@ def _settings(listener: socket.socket) -> hypercorn.Config:
     settings.errorlog = server_log
     settings.include_server_header = False
     settings.graceful_timeout = 0.5
-    settings.read_timeout = 30
+    settings.read_timeout = int(CHAT_TIMEOUT_S) + 60  # a client that waits for an answer sends nothing
     return settings
 
 
@@ -169,6 +181,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         if os.name == "posix":  # elsewhere it would let two programs share the port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # hypercorn shields its sends: who reads nothing must be cut off below
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
         listener.bind(address)
         listener.listen()  # now, since two bound sockets may share a port until one of them listens
     except OSError as error:

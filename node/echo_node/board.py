@@ -4,9 +4,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
+from echo_node.chat_desk import Desk, elsewhere
 from echo_node.logs import Journal
 from echo_node.state import InferenceView, NodeState, PeerView, RunView, TrainerView
 from echo_p2p.config import NodeConfig
@@ -26,6 +27,11 @@ class Board:
     trainer: Callable[[], TrainerView] | None = None
     inference: Callable[[], InferenceView] | None = None
     refused: Callable[[], Mapping[str, int]] | None = None
+    desk: Desk = field(init=False)
+
+    def __post_init__(self) -> None:
+        presence = self.presence
+        self.desk = Desk(lambda: elsewhere(presence.swarm.plan, presence.identity.peer_id))
 
     def state(self) -> NodeState:
         """The state document of this node, now."""

@@ -92,7 +92,7 @@ async def _live(
     ):
         board = Board(config, presence, journal)
         host = config.network.http_host
-        port = await nursery.start(serve_http, build_app(board.state), host, config.network.http_port)
+        port = await nursery.start(serve_http, build_app(board.state, board.desk), host, config.network.http_port)
         here = Whereabouts(
             pid=os.getpid(),
             peer=identity.peer_id,

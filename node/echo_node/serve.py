@@ -17,6 +17,7 @@ import trio
 from numpy.typing import NDArray
 
 from echo_node.board import Board
+from echo_node.chat_desk import Voice
 from echo_node.feed import Feed
 from echo_node.produce import Counter, Head
 from echo_node.prompts import Prompts
@@ -203,7 +204,8 @@ class Service:
                 async with open_chain(ring, self._host, server) as driver:
                     log.info("chain of %d is open", len(assignment.chain))
                     head = Head(self._presence, self._run, self._prompts, driver, self._counter, self._store)
-                    await self._work(head, driver.failed, replica)
+                    with self._board.desk.lend(Voice(driver, manifest, self._prompts.model_path)):
+                        await self._work(head, driver.failed, replica)
                     log.warning("%s; opening it again", driver.fault)
             except ChainError as error:
                 log.warning("%s; trying again in %.0f s", error, _REOPEN_S)
