@@ -500,9 +500,9 @@ def test_a_lane_that_is_discarded_before_its_step_runs_is_freed_after_it() -> No
             host = peers.hosts[0]
             lane = host.begin()
             host.discard(lane)  # as when a caller is cancelled while the step's thread starts
-            async with host.turn:
+            with await host.turns.begin() as turn:
                 one = np.zeros(1, np.int32)
-                await host.forward(lane, one, one, np.ones((1, 3), np.int32), lambda outputs: None)
+                await host.forward(turn, lane, one, one, np.ones((1, 3), np.int32), lambda outputs: None)
             await host.free()
             assert not peers.stage(0).lanes
 

@@ -120,10 +120,10 @@ class ChainDriver:
         with self._head.until_failure():
             async with self._switching:
                 await self._prepare(version, timeout_s)
-                async with self.host.turn:
+                async with self.host.turns.alone() as turn:
                     # Applied here but not announced, a version would split the ring: not to be cancelled between.
                     with trio.CancelScope(shield=True):
-                        await self.host.switch(version)
+                        await self.host.switch(turn, version)
                         self._head.send(Switch(version=version))
                 self._switches += 1
 

@@ -1,6 +1,6 @@
 """A peer's one stage and the queue of its work, shared by driver and server. Knows no stream and no ring.
 
-Forward steps and weight switches run one at a time, in worker threads, in the order in which `turn` is taken.
+Forward steps and weight switches are computed one at a time, in worker threads, in the order of `turns`.
 """
 
 import logging
@@ -15,6 +15,7 @@ import trio
 from echo_p2p.chain.group import Floats, Integers
 from echo_p2p.chain.link import ChainBroken, ChainLimits, broken
 from echo_p2p.chain.stage import Stage, Weights
+from echo_p2p.chain.turns import Turn, Turns
 from echo_p2p.errors import EchoError, NetError, WeightsError
 from echo_protocols.values import PolicyVersion
 
@@ -39,7 +40,7 @@ class HostStatistics:
 
 
 class StageHost:
-    """Owns a stage. `turn` is held from the start of a step until its frame is queued: frames leave in step order."""
+    """Owns a stage. A turn lasts from the start of a step until its frame is queued: frames leave in step order."""
 
     def __init__(
         self,
@@ -54,11 +55,9 @@ class StageHost:
         self.stage = stage
         self.version = version
         self.limits = limits or ChainLimits()
-        self.turn = trio.Lock()
+        self.turns = Turns()
         self.refused: Counter[str] = Counter()
         self._weights = weights
-        # A cancelled call leaves its thread behind; the limiter keeps the stage to itself until that thread is done.
-        self._limiter = trio.CapacityLimiter(1)
         self._staging = trio.Lock()
         self._lanes: set[int] = set()
         self._lanes_begun = 0
@@ -100,35 +99,38 @@ class StageHost:
     async def free(self) -> None:
         """Free discarded lanes now, or with the next step if the stage is stuck."""
         try:
-            async with self.turn:
-                await self._in_thread(self._close_discarded)
+            with await self.turns.begin() as turn:
+                await self._in_thread(turn, self._close_discarded)
         except ChainBroken as error:
             logger.warning("the lanes of a chain could not be freed yet: %s", error)
 
     async def forward(
         self,
+        turn: Turn,
         lane: int,
         rows: Integers,
         positions: Integers,
         inputs: Integers | Floats,
         finish: Callable[[Floats], T],
     ) -> T:
-        """What `finish` makes of the stage's outputs, in the stage's thread. Holding `turn`.
+        """What `finish` makes of the stage's outputs, in the stage's thread.
 
         Raises ChainBroken when the engine fails or exceeds the hop's deadline.
         """
-        return await self._step(lane, len(rows), lambda: finish(self.stage.forward(lane, rows, positions, inputs)))
+        return await self._step(
+            turn, lane, len(rows), lambda: finish(self.stage.forward(lane, rows, positions, inputs))
+        )
 
-    async def join(self, lane: int, rows: Integers, source: int, finish: Callable[[], T]) -> T:
-        """Let rows begin with what another lane has read; then `finish`. Holding `turn`. Raises ChainBroken."""
+    async def join(self, turn: Turn, lane: int, rows: Integers, source: int, finish: Callable[[], T]) -> T:
+        """Let rows begin with what another lane has read; then `finish`. Raises ChainBroken."""
 
         def work() -> T:
             self.stage.join(lane, rows, source)
             return finish()
 
-        return await self._step(lane, len(rows), work)
+        return await self._step(turn, lane, len(rows), work)
 
-    async def _step(self, lane: int, rows: int, compute: Callable[[], T]) -> T:
+    async def _step(self, turn: Turn, lane: int, rows: int, compute: Callable[[], T]) -> T:
         def work() -> T:
             self._close_discarded(but=lane)
             started = time.perf_counter()
@@ -139,7 +141,7 @@ class StageHost:
                 self._steps += 1
                 self._rows += rows
 
-        return await self._in_thread(work)
+        return await self._in_thread(turn, work)
 
     async def prepare(self, version: PolicyVersion, timeout_s: float) -> None:
         """Stage a version while steps go on. Raises WeightsError."""
@@ -155,8 +157,8 @@ class StageHost:
         except NetError as error:
             raise WeightsError(f"version {version} could not be fetched: {error}") from error
 
-    async def switch(self, version: PolicyVersion) -> None:
-        """Apply a staged version; the next step is the first that it computes. Holding `turn`. Raises ChainBroken."""
+    async def switch(self, turn: Turn, version: PolicyVersion) -> None:
+        """Apply a staged version, in a turn alone; the next step is the first that it computes. Raises ChainBroken."""
 
         def work() -> None:
             if version != self.version:
@@ -164,7 +166,7 @@ class StageHost:
                 self.version = version
                 self._switches += 1
 
-        await self._in_thread(work)
+        await self._in_thread(turn, work)
 
     def _close_discarded(self, but: int | None = None) -> None:
         """`but` is the lane of a step that was cancelled before its thread came this far: it is closed after it."""
@@ -173,11 +175,11 @@ class StageHost:
             self._discarded.remove(number)
             self.stage.close(number)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, turn: Turn, work: Callable[[], T]) -> T:
         timeout_s = self.limits.hop_timeout_s
         try:
             with trio.fail_after(timeout_s):
-                return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._limiter)
+                return await turn.run(work)
         except trio.TooSlowError:
             raise broken("stalled", f"the stage did not finish in {timeout_s:g} s", self.peer) from None
         except EchoError as error:

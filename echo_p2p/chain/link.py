@@ -5,6 +5,7 @@ learns the reason whichever stream it travels by. Failures also travel against t
 """
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -56,12 +57,14 @@ class ChainLimits:
 
 async def receive_frame(stream: Stream, chain: bytes | None, timeout_s: float) -> tuple[bytes, Frame]:
     """The next frame of a stream, of chain `chain` if that is given. Raises ChainBroken."""
+    with trio.move_on_after(timeout_s):
+        return await _receive(stream, chain)
+    raise _silent(stream, timeout_s)
+
+
+async def _receive(stream: Stream, chain: bytes | None) -> tuple[bytes, Frame]:
     try:
-        with trio.fail_after(timeout_s):
-            data = await stream.receive()
-        found, frame = decode(data)
-    except trio.TooSlowError:
-        raise broken("silent", f"no frame from {stream.peer} in {timeout_s:g} s", stream.peer) from None
+        found, frame = decode(await stream.receive())
     except NetError as error:
         raise broken("lost", f"the stream with {stream.peer} ended: {error}", stream.peer) from error
     except BadFrame as error:
@@ -73,13 +76,24 @@ async def receive_frame(stream: Stream, chain: bytes | None, timeout_s: float) -
 
 async def send_frame(stream: Stream, chain: bytes, frame: Frame, timeout_s: float) -> None:
     """Send one frame. Raises ChainBroken."""
+    with trio.move_on_after(timeout_s):
+        return await _send(stream, chain, frame)
+    raise _stalled(stream, timeout_s)
+
+
+async def _send(stream: Stream, chain: bytes, frame: Frame) -> None:
     try:
-        with trio.fail_after(timeout_s):
-            await stream.send(*encode(chain, frame))
-    except trio.TooSlowError:
-        raise broken("stalled", f"{stream.peer} took no frame for {timeout_s:g} s", stream.peer) from None
+        await stream.send(*encode(chain, frame))
     except NetError as error:
         raise broken("lost", f"the stream with {stream.peer} ended: {error}", stream.peer) from error
+
+
+def _silent(stream: Stream, timeout_s: float) -> ChainBroken:
+    return broken("silent", f"no frame from {stream.peer} in {timeout_s:g} s", stream.peer)
+
+
+def _stalled(stream: Stream, timeout_s: float) -> ChainBroken:
+    return broken("stalled", f"{stream.peer} took no frame for {timeout_s:g} s", stream.peer)
 
 
 async def bid_farewell(chain: bytes, failure: Failure, *streams: Stream) -> None:
@@ -142,20 +156,35 @@ class Link:
             self.end(error.failure)
 
     async def _read(self) -> None:
-        while True:
-            _, frame = await receive_frame(self._upstream, self.chain, self._limits.idle_timeout_s)
-            if isinstance(frame, Failure):
-                raise ChainBroken(frame)
-            await self._inbox.send(frame)
+        # One scope whose deadline moves: making one for each frame is a third of what a hop costs over its stream.
+        timeout_s = self._limits.idle_timeout_s
+        with trio.CancelScope() as scope:
+            while True:
+                scope.deadline = trio.current_time() + timeout_s
+                _, frame = await _receive(self._upstream, self.chain)
+                scope.deadline = math.inf
+                if isinstance(frame, Failure):
+                    raise ChainBroken(frame)
+                try:
+                    self._inbox.send_nowait(frame)
+                except trio.WouldBlock:
+                    await self._inbox.send(frame)
+        raise _silent(self._upstream, timeout_s)
 
     async def _handle(self, handle: Callable[[Frame], Awaitable[None]]) -> None:
         async for frame in self._incoming:
             await handle(frame)
 
     async def _write(self) -> None:
+        timeout_s = self._limits.hop_timeout_s
         try:
-            async for frame in self._outgoing:
-                await send_frame(self._downstream, self.chain, frame, self._limits.hop_timeout_s)
+            with trio.CancelScope() as scope:
+                async for frame in self._outgoing:
+                    scope.deadline = trio.current_time() + timeout_s
+                    await _send(self._downstream, self.chain, frame)
+                    scope.deadline = math.inf
+            if scope.cancelled_caught:
+                raise _stalled(self._downstream, timeout_s)
         except ChainBroken:
             # A successor that closed the stream may have said why: `_watch` reads that, and ends the link first.
             await trio.sleep(_FAREWELL_S)

@@ -1,7 +1,7 @@
 """A stage's part of one chain: computes what the chain asks for and, at the last stage, draws. Knows no stream.
 
-The head has one for its own stage, and every other stop one for the chain that it serves. `host.turn` is held by the
-caller, who sends on what comes out before anybody else computes.
+The head has one for its own stage, and every other stop one for the chain that it serves. The caller has
+a turn of the host, and sends on what comes out before the turn ends.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from echo_p2p.chain.book import Book, Prompt, Row
 from echo_p2p.chain.group import Drawn, Floats, Integers, nothing_drawn
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.sampler import draw
+from echo_p2p.chain.turns import Turn
 from echo_protocols.hop import BeginPrompt, Join
 from echo_protocols.uniform import uniform
 from echo_protocols.values import PolicyVersion
@@ -43,7 +44,7 @@ class Seat:
             self._host.discard(cache)
 
     async def forward(
-        self, number: int, step: int, rows: Integers, positions: Integers, inputs: Integers | Floats
+        self, turn: Turn, number: int, step: int, rows: Integers, positions: Integers, inputs: Integers | Floats
     ) -> Floats | Drawn:
         """Hidden states (rows, length, hidden) of a part of a prompt, or of a token a row; drawn, at the last stage.
 
@@ -52,7 +53,7 @@ class Seat:
         length, named = inputs.shape[1], rows.tolist()
         if number in self._book.prompts:
             prompt = self._book.read(number, step, named, positions.tolist(), length)
-            return await self._read(prompt, step, rows, positions, inputs)
+            return await self._read(turn, prompt, step, rows, positions, inputs)
         lane = self._book.decode(number, step, named, positions.tolist(), length)
         version, last = self._host.version, self._host.stage.span.last
         growing = list(lane.rows.values())
@@ -60,9 +61,9 @@ class Seat:
         def finish(outputs: Floats) -> Floats | Drawn:
             return _draw(step, version, rows, growing, outputs) if last else outputs
 
-        return await self._host.forward(lane.cache, rows, positions, inputs, finish)
+        return await self._host.forward(turn, lane.cache, rows, positions, inputs, finish)
 
-    async def join(self, frame: Join) -> Drawn | None:
+    async def join(self, turn: Turn, frame: Join) -> Drawn | None:
         """Let rows begin; at the last stage, with their first tokens. Raises ChainBroken."""
         prompt, lane = self._book.join(frame)
         cache = lane.cache if lane else self._host.begin()
@@ -76,10 +77,10 @@ class Seat:
             logits = np.repeat(prompt.logits, len(rows), axis=0)  # (rows, vocabulary)
             return _draw(frame.step, prompt.version, rows, growing, logits)
 
-        return await self._host.join(cache, rows, prompt.cache, finish)
+        return await self._host.join(turn, cache, rows, prompt.cache, finish)
 
     async def _read(
-        self, prompt: Prompt, step: int, rows: Integers, positions: Integers, inputs: Integers | Floats
+        self, turn: Turn, prompt: Prompt, step: int, rows: Integers, positions: Integers, inputs: Integers | Floats
     ) -> Floats | Drawn:
         version, last = self._host.version, self._host.stage.span.last
 
@@ -89,7 +90,7 @@ class Seat:
             prompt.logits, prompt.version = outputs, version
             return nothing_drawn(step, version)
 
-        return await self._host.forward(prompt.cache, rows, positions, inputs, finish)
+        return await self._host.forward(turn, prompt.cache, rows, positions, inputs, finish)
 
 
 def _draw(step: int, version: PolicyVersion, rows: Integers, growing: Sequence[Row], logits: Floats) -> Drawn:

@@ -15,6 +15,7 @@ from echo_p2p.chain.group import Drawn
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import CLOSED, ChainBroken, Link, bid_farewell, broken, receive_frame, send_frame
 from echo_p2p.chain.seat import Seat
+from echo_p2p.chain.turns import Turn
 from echo_p2p.chain.wire import from_forward, to_forward, to_tokens
 from echo_p2p.errors import NetError, WeightsError
 from echo_p2p.net.base import Stream, Streams
@@ -157,11 +158,14 @@ class _ServedChain:
         self._link = link
         self._seat = Seat(host)
         self._background: trio.Nursery | None = None
+        self._steps: trio.Nursery | None = None
+        self._newest: Turn | None = None
 
     async def run(self) -> Failure:
         try:
-            async with trio.open_nursery() as self._background:
+            async with trio.open_nursery() as self._background, trio.open_nursery() as self._steps:
                 failure = await self._link.run(self._on_frame)
+                self._steps.cancel_scope.cancel()
                 self._background.cancel_scope.cancel()
         finally:
             self._seat.leave()
@@ -171,13 +175,14 @@ class _ServedChain:
 
     async def _on_frame(self, frame: Frame) -> None:
         host, link = self._host, self._link
+        if isinstance(frame, Forward | Join):
+            assert self._steps is not None
+            self._newest = await host.turns.begin()
+            self._steps.start_soon(self._step, self._newest, frame)
+            return
+        if self._newest is not None:
+            await self._newest.ended.wait()
         match frame:
-            case Forward():
-                await self._forward(frame)
-            case Join():
-                async with host.turn:
-                    drawn = await self._seat.join(frame)
-                    link.send(frame if drawn is None else to_tokens(frame.lane, drawn))
             case BeginPrompt():
                 self._seat.begin(frame)
                 self._pass_on(frame)
@@ -185,8 +190,8 @@ class _ServedChain:
                 self._seat.end(frame.lane)
                 self._pass_on(frame)
             case Switch():
-                async with host.turn:
-                    await host.switch(frame.version)
+                async with host.turns.alone() as turn:
+                    await host.switch(turn, frame.version)
                     self._pass_on(frame)
             case Prepare():
                 self._start_prepare(frame)
@@ -200,20 +205,30 @@ class _ServedChain:
         if not self._host.stage.span.last:
             self._link.send(frame)
 
-    async def _forward(self, frame: Forward) -> None:
+    async def _step(self, turn: Turn, frame: Forward | Join) -> None:
+        with turn:
+            try:
+                if isinstance(frame, Forward):
+                    await self._forward(turn, frame)
+                else:
+                    drawn = await self._seat.join(turn, frame)
+                    self._link.send(frame if drawn is None else to_tokens(frame.lane, drawn))
+            except ChainBroken as error:
+                self._link.end(error.failure)
+
+    async def _forward(self, turn: Turn, frame: Forward) -> None:
         host = self._host
         rows, positions, hidden = from_forward(frame)
-        async with host.turn:
-            if frame.version != host.version:
-                text = f"a frame of version {frame.version} came to a stage at {host.version}"
-                raise broken("version", text, host.peer)
-            result = await self._seat.forward(frame.lane, frame.step, rows, positions, hidden)
-            if isinstance(result, Drawn):
-                self._link.send(to_tokens(frame.lane, result))
-            else:
-                self._link.send(
-                    to_forward(frame.lane, frame.step, host.version, rows=rows, positions=positions, hidden=result)
-                )
+        if frame.version != host.version:
+            text = f"a frame of version {frame.version} came to a stage at {host.version}"
+            raise broken("version", text, host.peer)
+        result = await self._seat.forward(turn, frame.lane, frame.step, rows, positions, hidden)
+        if isinstance(result, Drawn):
+            self._link.send(to_tokens(frame.lane, result))
+        else:
+            self._link.send(
+                to_forward(frame.lane, frame.step, host.version, rows=rows, positions=positions, hidden=result)
+            )
 
     def _start_prepare(self, frame: Prepare) -> None:
         assert self._background is not None

@@ -96,11 +96,11 @@ class Steps:
             rows=tuple(answer.row for answer in new),
             samples=tuple(answer.sample for answer in new),
         )
-        async with self._host.turn:
+        with await self._host.turns.begin() as turn:
             asked = None
             if not group.dropped:
                 assert group.version is not None
-                asked = Asked(step, group.version, new, await self._seat.join(order))
+                asked = Asked(step, group.version, new, await self._seat.join(turn, order))
                 self._head.send(order)
             group.joined += len(new)
             if group.joined == group.request.samples:
@@ -124,9 +124,9 @@ class Steps:
     async def _forward(
         self, lane: int, step: int, answers: Sequence[Growing], rows: Integers, positions: Integers, inputs: Integers
     ) -> Asked:
-        async with self._host.turn:
+        with await self._host.turns.begin() as turn:
             version = self._host.version
-            result = await self._seat.forward(lane, step, rows, positions, inputs)
+            result = await self._seat.forward(turn, lane, step, rows, positions, inputs)
             if isinstance(result, Drawn):
                 return Asked(step, version, answers, result)
             self._head.send(to_forward(lane, step, version, rows=rows, positions=positions, hidden=result))
