@@ -1,3 +1,4 @@
+import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -7,8 +8,9 @@ import pytest
 import trio
 import trio.testing
 
-from echo_p2p.errors import CorruptChunk, RemoteError, Unreachable
+from echo_p2p.errors import CorruptChunk, NetError, RemoteError, Unreachable
 from echo_p2p.net.base import Stream
+from echo_p2p.net.blob_server import MAX_STREAMS
 from echo_p2p.net.blobs import BLOB_FRAME_BYTES, blob_hash, fetch_blob, fetch_from_any, receive_blob, serve_blobs
 from echo_p2p.net.memory import MemoryNetwork
 from echo_p2p.net.uplink import Uplink
@@ -192,6 +194,65 @@ def test_who_would_wait_for_too_long_is_told_that_the_holder_is_busy() -> None:
             nursery.cancel_scope.cancel()
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_who_says_that_a_large_blob_is_small_waits_behind_the_small_ones_all_the_same() -> None:
+    large, small = random.Random(2).randbytes(2**21), b"small"
+    blobs = {blob_hash(blob): blob for blob in (large, small)}
+    finished: list[str] = []
+
+    async def main() -> None:
+        network, uplink = MemoryNetwork(), Uplink(2**20, slots=1)
+        serve = partial(serve_blobs, network.node("holder"), blobs.get, uplink=uplink, in_thread=False)
+
+        async def fetch(peer: str, blob: bytes, said_bytes: int) -> None:
+            async with network.node(peer).open("holder", names.BLOB) as stream:
+                await stream.send(msgspec.msgpack.encode((blob_hash(blob), 0, said_bytes)))
+                received = -1
+                while received < len(blob):
+                    frame = await stream.receive()
+                    received = 0 if received < 0 else received + len(frame)
+            finished.append(peer)
+
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve)
+            async with trio.open_nursery() as fetching, uplink.transfer("first", 2**30):
+                fetching.start_soon(fetch, "honest", large, len(large))
+                await trio.testing.wait_all_tasks_blocked()
+                fetching.start_soon(fetch, "liar", large, 1)
+                await trio.testing.wait_all_tasks_blocked()
+                fetching.start_soon(fetch, "quick", small, len(small))
+                await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert finished == ["quick", "honest", "liar"]
+
+
+def test_silent_streams_keep_nobody_out() -> None:
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        async def sit(peer: str) -> None:
+            with contextlib.suppress(NetError):
+                async with network.node(peer).open("holder", names.BLOB) as stream:
+                    await stream.receive()
+
+        for index in range(3 * MAX_STREAMS):
+            nursery.start_soon(sit, f"sitter-{index}")
+            nursery.start_soon(sit, "sitter")
+            await trio.testing.wait_all_tasks_blocked()
+        assert await fetch_blob(network.node("me"), "holder", HASH, len(BLOB)) == BLOB
+
+    on_a_network(body)
+
+
+def test_an_exact_size_is_checked_and_another_is_not_what_was_asked_for() -> None:
+    async def body(network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        assert await fetch_blob(network.node("me"), "holder", HASH, len(BLOB) + 1) == BLOB
+        assert await fetch_blob(network.node("me"), "holder", HASH, len(BLOB), exact=True) == BLOB
+        with pytest.raises(CorruptChunk, match="offers"):
+            await fetch_blob(network.node("me"), "holder", HASH, len(BLOB) + 1, exact=True)
+
+    on_a_network(body)
 
 
 def test_what_goes_out_is_told_to_the_watcher() -> None:

@@ -255,6 +255,33 @@ def test_a_large_group_comes_by_its_hash_past_workers_that_send_nothing() -> Non
     trio.run(main)
 
 
+def test_a_large_group_of_a_worker_that_is_busy_is_asked_for_again() -> None:
+    async def main() -> None:
+        run = manifest(group_size=4, sampling=Sampling(max_new_tokens=4096))
+        async with gathering(run) as scene, trio.open_nursery() as nursery:
+            long = sample(tokens=(1,) * 4096, logprobs=(-1.0,) * 4096, finish="length")
+            data = scene.sealed(group(run, WORKER.peer_id, samples=(long,) * 4))
+            asked: list[int] = []
+
+            async def is_busy_at_first(stream: Stream) -> None:
+                await stream.receive()
+                asked.append(1)
+                await stream.send(msgspec.msgpack.encode((0 if len(asked) == 1 else len(data), BUSY[len(asked) == 1])))
+                for start in range(0, len(data) if len(asked) > 1 else 0, 1 << 16):
+                    await stream.send(data[start : start + (1 << 16)])
+
+            await nursery.start(scene.worker.hive.serve, names.BLOB, is_busy_at_first)
+            await scene.point_to(data)
+            await scene.waiting(1)
+            assert len(asked) == 2
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+BUSY = (None, "busy")
+
+
 def test_a_pointer_to_more_than_any_group_is_not_followed() -> None:
     async def main() -> None:
         async with gathering() as scene:

@@ -1,6 +1,8 @@
 """How blobs spread: one upload for everybody, from peer to peer, whatever some of the peers do."""
 
+import contextlib
 import random
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -12,18 +14,18 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo_p2p.errors import Unreachable
+from echo_p2p.errors import NetError, Unreachable
 from echo_p2p.net.base import Stream
 from echo_p2p.net.blobs import blob_hash, serve_blobs
 from echo_p2p.net.memory import MemoryNetwork
 from echo_p2p.net.uplink import Busy, Uplink
-from echo_p2p.spread.announce import Announcer
+from echo_p2p.spread.announce import MAX_STREAMS, Announcer
 from echo_p2p.spread.arrival import ExchangeSettings
 from echo_p2p.spread.exchange import Exchange
 from echo_p2p.spread.holdings import Holdings
 from echo_p2p.spread.picker import FetchBounds, Picker
 from echo_p2p.spread.seeding import Seeding, SeedingBounds
-from echo_p2p.spread.wire import FRAME_BYTES_MAX, HASHES_MAX, KEEPALIVE_S, Have, Want
+from echo_p2p.spread.wire import FRAME_BYTES_MAX, HASHES_MAX, KEEPALIVE_S, WANTED_MAX, Have, Want
 from echo_protocols import names
 from echo_protocols.values import decode, encode
 
@@ -321,7 +323,7 @@ def test_a_poisoned_beginning_is_found_out_and_the_blob_fetched_anew() -> None:
             await trio.sleep(1.5)
             await good.start(nursery)
         assert me.blobs == {HASH: BLOB}
-        assert me.reported == {}
+        assert me.reported == {("corrupt-blob", "bad"): 1}  # what it had sent was compared with the right blob
         assert me.exchange.statistics.corrupt >= 1
 
     in_virtual_time(body)
@@ -365,6 +367,153 @@ def test_who_asks_for_the_same_blob_shares_its_transfer_and_who_gives_up_drops_t
         await trio.sleep(2.0)
         assert not me.exchange.wanted()
         assert good.announcer._holdings._wanted == {}
+
+    in_virtual_time(body)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.1, 0.3])
+def test_a_blob_given_up_and_wanted_again_at_once_is_announced_again(pause_s: float) -> None:
+    async def body(nursery: trio.Nursery) -> None:
+        network = MemoryNetwork(delay_s=0.005, uplink_bytes_s={TRAINER: UPLINK_BYTES_S})
+        peers = crowd(network, 4)
+        for peer in (Peer(network, TRAINER, [BLOB], seeds=True), *peers):
+            await peer.start(nursery)
+        await trio.sleep(1)
+        with trio.move_on_after(0.5):
+            await peers[0].fetch([BLOB])
+        await trio.sleep(pause_s)
+        began_at = trio.current_time()
+        await peers[0].fetch([BLOB])
+        assert trio.current_time() - began_at < len(BLOB) / UPLINK_BYTES_S + 0.5
+
+    in_virtual_time(body)
+
+
+def test_who_poisons_what_others_send_is_found_by_comparison_and_only_that_one() -> None:
+    async def poisons(stream: Stream) -> None:
+        _, offset, size_bytes = msgspec.msgpack.decode(await stream.receive())
+        await stream.send(reply(size_bytes))
+        await stream.send(bytes(min(2**16, size_bytes - offset)))
+
+    blobs = blobs_of(*[250_000] * 4)
+
+    async def body(nursery: trio.Nursery) -> None:
+        network = MemoryNetwork(delay_s=0.005)
+        me, good = Peer(network, "me"), [Peer(network, name, blobs) for name in ("good", "better")]
+        network.uplink_bytes_s.update({peer.name: 1e6 for peer in good})
+        bad = ["x", "y"]
+        for name in bad:
+            await nursery.start(network.node(name).serve, names.HOLDERS, announces_all)
+            await nursery.start(network.node(name).serve, names.BLOB, poisons)
+        nursery.start_soon(me.exchange.run)
+        me.exchange.meet([], [*bad, *(peer.name for peer in good)])
+        async with trio.open_nursery() as fetching:
+            fetching.start_soon(me.fetch, blobs)
+            await trio.sleep(0.5)
+            for peer in good:
+                await peer.start(nursery)
+        assert set(me.blobs.values()) == set(blobs)
+        assert me.reported.keys() <= {("corrupt-blob", name) for name in bad}
+        assert me.reported
+
+    in_virtual_time(body)
+
+
+@pytest.mark.parametrize("answer", [reply(0, "offset"), reply(2**20), reply(len(BLOB) - 1), b"junk"])
+def test_what_a_source_says_wrongly_is_not_blamed_on_who_sent_the_beginning(answer: bytes) -> None:
+    async def lies(stream: Stream) -> None:
+        await stream.receive()
+        await stream.send(answer)
+
+    async def body(nursery: trio.Nursery) -> None:
+        network = MemoryNetwork(delay_s=0.02)
+        me, good = Peer(network, "me"), Peer(network, "good", [BLOB])
+        for name, handler in (("early", dies), ("liar", lies)):
+            await nursery.start(network.node(name).serve, names.HOLDERS, announces_all)
+            await nursery.start(network.node(name).serve, names.BLOB, handler)
+        nursery.start_soon(me.exchange.run)
+        me.exchange.meet([], ["early"])
+        async with trio.open_nursery() as fetching:
+            fetching.start_soon(me.fetch, [BLOB])
+            await trio.sleep(0.5)
+            me.exchange.meet([], ["early", "liar", "good"])
+            await trio.sleep(0.5)
+            await good.start(nursery)
+        assert me.reported == {("corrupt-blob", "liar"): 1}
+        assert network.sent_bytes["good"] < len(BLOB) - 2**16 + 2000
+
+    in_virtual_time(body)
+
+
+def test_a_source_that_trickles_is_left_for_another_that_goes_on_from_there() -> None:
+    blobs = blobs_of(*[250_000] * 4)
+
+    async def body(nursery: trio.Nursery) -> None:
+        network = MemoryNetwork(delay_s=0.02, uplink_bytes_s={"slow": 20_000.0, "quick": 1e6})
+        me, slow, quick = Peer(network, "me"), Peer(network, "slow", blobs), Peer(network, "quick", blobs)
+        await slow.start(nursery)
+        await quick.start(nursery)
+        nursery.start_soon(me.exchange.run)
+        me.exchange.meet([], ["slow"])
+        async with trio.open_nursery() as fetching:
+            fetching.start_soon(me.fetch, blobs)
+            await trio.sleep(5)
+            me.exchange.meet([], ["slow", "quick"])
+        assert set(me.blobs.values()) == set(blobs)
+        assert trio.current_time() < 14
+        assert network.sent_bytes["slow"] + network.sent_bytes["quick"] < 1.2 * 1_000_000
+
+    in_virtual_time(body)
+
+
+def test_a_trainer_that_is_back_is_asked_at_once_when_something_is_wanted() -> None:
+    async def body(nursery: trio.Nursery) -> None:
+        network = MemoryNetwork(delay_s=0.01)
+        [me] = crowd(network, 1)
+        await me.start(nursery)
+        await trio.sleep(65)
+        await Peer(network, TRAINER, [SMALL], seeds=True).start(nursery)
+        began_at = trio.current_time()
+        await me.fetch([SMALL])
+        assert trio.current_time() - began_at < 1.5
+
+    in_virtual_time(body)
+
+
+@pytest.mark.parametrize(("count", "size_bytes"), [(6, 15_000), (30, 3_000)])
+def test_a_tiny_release_takes_few_round_trips(count: int, size_bytes: int) -> None:
+    blobs = blobs_of(*[size_bytes] * count)
+
+    async def body(nursery: trio.Nursery) -> None:
+        network = MemoryNetwork(delay_s=0.05)
+        [me] = crowd(network, 1)
+        for peer in (Peer(network, TRAINER, blobs, seeds=True), me):
+            await peer.start(nursery)
+        await trio.sleep(2)
+        began_at = trio.current_time()
+        await me.fetch(blobs)
+        assert trio.current_time() - began_at < (0.3 if count == 6 else 0.8)
+
+    in_virtual_time(body)
+
+
+def test_a_promise_delays_giving_up_for_a_minute_only() -> None:
+    async def promises(stream: Stream) -> None:
+        while True:
+            want = decode(await stream.receive(), Want)
+            await stream.send(encode(Have((), tuple(hash[:4] for hash in want.added))))
+
+    async def body(nursery: trio.Nursery) -> None:
+        network = MemoryNetwork(delay_s=0.02)
+        me = Peer(network, "me")
+        await nursery.start(network.node(TRAINER).serve, names.HOLDERS, promises)
+        nursery.start_soon(me.exchange.run)
+        me.exchange.meet([TRAINER], [])
+        await trio.sleep(1)
+        began_at = trio.current_time()
+        with pytest.raises(Unreachable):
+            await me.exchange.fetch(HASH, len(BLOB))
+        assert 59 < trio.current_time() - began_at < 62
 
     in_virtual_time(body)
 
@@ -471,6 +620,34 @@ def test_frames_over_the_bounds_are_refused_and_floods_are_heard_slowly() -> Non
     in_virtual_time(body)
 
 
+def test_followers_that_come_for_nothing_keep_nobody_out() -> None:
+    async def body(nursery: trio.Nursery) -> None:
+        network = MemoryNetwork()
+        holder, me = Peer(network, "holder", [BLOB], seeds=True), Peer(network, "me")
+        await holder.start(nursery)
+
+        async def sit(peer: str) -> None:
+            async with network.node(peer).open("holder", names.HOLDERS) as stream:
+                await stream.receive()
+
+        async with trio.open_nursery() as sitting:
+            for index in range(2 * MAX_STREAMS):
+                sitting.start_soon(ends_quietly, partial(sit, f"sitter-{index}"))
+                await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(me.exchange.run)
+            me.exchange.meet([], ["holder"])
+            with trio.fail_after(5):
+                await me.fetch([BLOB])
+            sitting.cancel_scope.cancel()
+
+    in_virtual_time(body)
+
+
+async def ends_quietly(work: Callable[[], Awaitable[None]]) -> None:
+    with contextlib.suppress(NetError):
+        await work()
+
+
 def test_silence_ends_a_stream_and_a_quiet_neighbour_keeps_it() -> None:
     async def body(nursery: trio.Nursery) -> None:
         network = MemoryNetwork()
@@ -507,13 +684,39 @@ def test_transfers_are_bounded_in_all_and_of_a_source() -> None:
     picker = Picker(FetchBounds(transfers=3, transfers_of_a_source=2))
     hashes = [bytes([number]) * 32 for number in range(6)]
     for hash in hashes:
-        picker.wish(hash, 10)
+        picker.wish(hash, 2**22)
         picker.announced("x", hash)
     first = [picker.choose(0.0) for _ in range(3)]
     assert [wish is not None for wish in first] == [True, True, False]
     for hash in hashes:
         picker.announced("y", hash)
     assert [wish is not None for wish in (picker.choose(0.0), picker.choose(0.0))] == [True, False]
+
+
+def test_of_small_blobs_there_may_be_more_transfers_as_long_as_they_are_small_together() -> None:
+    picker = Picker()
+    for number in range(12):
+        picker.wish(bytes([number]) * 32, 2**18)
+        picker.announced("x", bytes([number]) * 32)
+    assert sum(picker.choose(0.0) is not None for _ in range(12)) == 8  # two mebibytes
+    for wish in list(picker.wishes.values()):
+        picker.ended(wish)
+    picker.took("x", 1.0)  # it has enough to do
+    assert sum(picker.choose(0.0) is not None for _ in range(12)) == 4
+
+
+def test_who_trickles_is_asked_after_others_until_it_has_delivered() -> None:
+    picker = Picker()
+    picker.wish(A, 10)
+    picker.announced("x", A)
+    picker.announced("y", A)
+    picker.slow("x")
+    for _ in range(20):
+        wish = picker.choose(0.0)
+        assert wish is not None
+        assert wish.source == "y"
+        picker.ended(wish)
+    assert picker.has_other(wish, 0.0)
 
 
 def test_a_source_that_fails_is_avoided_for_longer_each_time_and_a_banned_one_for_good() -> None:
@@ -616,17 +819,18 @@ def test_who_keeps_a_blob_to_itself_comes_last_until_it_passes_one_on() -> None:
     serve("x", A, 0.0)
     assert holdings.passed(5.0) == [("y", A)]
     serve("y", A, 5.0)
-    standings = holdings._seeding._followers if holdings._seeding else {}
-    assert {peer: each.strikes for peer, each in standings.items()} == {"x": 1, "y": 0}
+    assert holdings._seeding is not None
+    standings = holdings._seeding._standings
+    assert [standings.strikes(peer) for peer in "xyz"] == [1, 0, 0]
     for peer in "yxz":
         holdings.changed(peer, (B,), (), 6.0)
-    assert standings["y"].deals == 1
+    assert holdings._seeding._deals.keys() == {("y", B)}
     serve("y", B, 6.0)
     assert holdings.changed("x", (C,), (), 6.0) == [("x", C)]
     holdings.changed("z", (C,), (), 6.0)
     serve("x", C, 6.0)
     holdings.changed("z", (), (C,), 7.0)
-    assert standings["x"].strikes == 0
+    assert standings.strikes("x") == 0
 
 
 def test_what_was_sent_may_take_a_while_to_arrive() -> None:
@@ -636,30 +840,32 @@ def test_what_was_sent_may_take_a_while_to_arrive() -> None:
     for hash in (A, B):
         holdings.began("x", hash, 1000, 0.0)
         assert holdings.ended("x", hash, True, 0.1) == []
-    assert holdings.changed("x", (), (A,), 10.0) == []
-    assert holdings.passed(29.0) == []
-    assert [hash for _, hash in holdings.passed(31.0)] == [B]  # which never arrived
-    assert A not in {hash for _, hash in holdings.passed(54.0)}
-    assert A in {hash for _, hash in holdings.passed(55.0)}  # four times as long as it took to arrive, and five seconds
+    assert holdings.changed("x", (), (A,), 4.0) == []
+    assert holdings.passed(8.5) == []
+    assert [hash for _, hash in holdings.passed(8.7)] == [B]  # which never arrived
+    assert A not in {hash for _, hash in holdings.passed(24.9)}
+    assert A in {hash for _, hash in holdings.passed(25.0)}  # four times as long as it took to arrive, and five seconds
 
 
 def test_a_slow_transfer_is_waited_for_and_one_that_is_far_slower_than_usual_is_given_to_another() -> None:
     holdings = seeds("x", "y", "z")
     told = [pair for peer in "xyz" for pair in holdings.changed(peer, (A, B), (), 0.0)]
     assert told == [("x", A), ("x", B)]
-    holdings.began("x", A, 1000, 0.0)
+    holdings.asked("x", A, 0.0)
+    holdings.began("x", A, 100_000, 0.0)
     holdings.ended("x", A, True, 0.5)
     for peer in "xyz":
-        holdings.changed(peer, (), (A,), 1.0)  # 1000 bytes a second
-    holdings.began("x", B, 20_000, 1.0)
-    assert holdings.passed(85.0) == []
-    assert holdings.passed(87.0) == [("y", B)]
+        holdings.changed(peer, (), (A,), 1.0)  # 100,000 bytes a second, and a little
+    holdings.asked("x", B, 1.0)
+    holdings.began("x", B, 2_000_000, 1.0)
+    assert holdings.passed(74.0) == []
+    assert holdings.passed(76.0) == [("y", B), ("z", B)]
 
 
 def test_of_blobs_that_take_long_few_are_dealt_at_a_time() -> None:
     peers = [f"peer-{index}" for index in range(16)]
     hashes = [bytes([number]) * 32 for number in range(20)]
-    for took_s, room in ((1.0, 3), (0.01, 8)):
+    for took_s, room in ((1.0, 3), (0.1, 8), (0.01, 12)):
         holdings = seeds(*peers)
         told = [pair for peer in peers for pair in holdings.changed(peer, hashes, (), 0.0)]
         for _ in range(8):
@@ -675,10 +881,10 @@ def test_who_has_come_for_its_blob_keeps_its_turn_while_it_waits() -> None:
     for peer in "xyz":
         holdings.changed(peer, (A,), (), 0.0)
     holdings.asked("x", A, 4.0)
-    assert holdings.passed(13.0) == []
-    holdings.ended("x", A, False, 14.0)  # it was told to come back
-    assert holdings.passed(18.0) == []
-    assert holdings.passed(19.0) == [("y", A)]
+    holdings.ended("x", A, False, 8.0)  # it was told to come back
+    holdings.asked("x", A, 12.0)
+    assert holdings.passed(14.9) == []
+    assert holdings.passed(15.0) == [("y", A), ("z", A)]
 
 
 def test_when_a_follower_leaves_its_blobs_are_dealt_again() -> None:
@@ -686,6 +892,127 @@ def test_when_a_follower_leaves_its_blobs_are_dealt_again() -> None:
     [(first, _)] = holdings.changed("x", (A,), (), 0.0)
     holdings.changed("y", (A,), (), 0.0)
     assert holdings.left(first, 1.0) == [("y", A)]
+
+
+def test_wants_of_what_is_not_here_cost_next_to_nothing_and_make_nobody_forget_who_was_served() -> None:
+    here = {A}
+    holdings = Holdings(here.__contains__, Seeding())
+    for peer in ("x", "y", "z", *(f"sybil-{index}" for index in range(20))):
+        holdings.joined(peer, 0.0)
+    assert holdings.changed("x", (A,), (), 0.0) == [("x", A)]
+    holdings.changed("y", (A,), (), 0.0)
+    source = random.Random(1)
+    for index in range(20):
+        for _ in range(10):
+            hashes = [source.randbytes(32) for _ in range(HASHES_MAX)]
+            assert holdings.changed(f"sybil-{index}", hashes, (), 0.0) == []
+    holdings.asked("x", A, 0.0)
+    holdings.began("x", A, 10, 0.0)
+    assert holdings.ended("x", A, True, 0.1) == []
+    assert holdings.changed("x", (), (A,), 0.1) == []
+    assert holdings._seeding is not None
+    assert len(holdings._seeding._blobs) == 1
+    assert sum(map(len, holdings._wants.values())) <= 20 * WANTED_MAX + 1
+    began_at = time.perf_counter()
+    for _ in range(1000):
+        holdings.passed(0.2)
+    assert time.perf_counter() - began_at < 0.5
+
+
+def test_what_was_served_and_is_wanted_no_more_is_forgotten_in_the_end() -> None:
+    holdings = seeds("x", "y", "z")
+    assert holdings._seeding is not None
+    for peer in "xy":
+        holdings.changed(peer, (A,), (), 0.0)
+    for number in range(9000):
+        holdings.ended("nobody", number.to_bytes(32, "big"), True, 1.0)
+    assert len(holdings._seeding._blobs) == 8192
+    assert A in holdings._seeding._blobs
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4), st.integers(0, 5)), max_size=60))
+def test_whatever_followers_do_nothing_raises_and_nobody_has_more_deals_than_it_may(
+    steps: list[tuple[int, int, int]],
+) -> None:
+    hashes = [bytes([number]) * 32 for number in range(6)]
+    here = set(hashes[:3])
+    holdings, now = Holdings(here.__contains__, Seeding()), 0.0
+    for step, who, which in steps:
+        peer, hash, now = f"peer-{who}", hashes[which], now + 0.7
+        if peer not in holdings._wants:
+            holdings.joined(peer, now)
+        match step:
+            case 0 | 1:
+                holdings.changed(peer, (hash,), (), now)
+            case 2:
+                holdings.changed(peer, (), (hash,), now)
+            case 3:
+                holdings.asked(peer, hash, now)
+                holdings.began(peer, hash, 100, now)
+            case 4 | 5:
+                holdings.ended(peer, hash, step == 4, now)
+            case 6:
+                holdings.left(peer, now)
+            case _:
+                here ^= {hash}
+                holdings.gained(hash, now) if hash in here else holdings.passed(now)
+    assert holdings._seeding is not None
+    assert len(holdings._seeding._deals) <= 5 * SeedingBounds().deals_of_a_follower_when_quick
+    assert holdings._here.keys() <= holdings._wanted.keys()
+
+
+def test_who_asks_and_breaks_off_again_and_again_keeps_a_blob_for_seconds_only() -> None:
+    holdings = seeds("evil", "x", "y", "z")
+    assert holdings.changed("evil", (A,), (), 0.0) == [("evil", A)]
+    told = [pair for peer in "xyz" for pair in holdings.changed(peer, (A,), (), 0.0)]
+    now = 0.0
+    while not told:
+        now += 4.0
+        holdings.asked("evil", A, now)
+        told += holdings.ended("evil", A, False, now + 0.1)
+    assert now <= 16.0
+    assert len(told) == 2  # twice as many, to be sure
+    assert "evil" not in {peer for peer, _ in told}
+
+
+def test_a_slow_reader_of_the_first_blob_is_not_waited_for_long() -> None:
+    holdings = seeds("evil", "x", "y", "z")
+    for peer in ("evil", *"xyz"):
+        holdings.changed(peer, (A,), (), 0.0)
+    for now in (0.0, 4.0, 8.0):  # to begin anew makes it no longer
+        holdings.asked("evil", A, now)
+        holdings.began("evil", A, 20_000, now)
+        told = holdings.ended("evil", A, False, now + 3.0) if now < 8.0 else holdings.passed(13.0)
+    assert len(told) == 2
+
+
+def test_who_leaves_and_comes_back_is_still_known_as_one_that_kept_a_blob() -> None:
+    holdings = seeds("x", "y", "z")
+    [(first, _)] = holdings.changed("x", (A,), (), 0.0)
+    holdings.left("x", 1.0)  # with its blob not fetched
+    holdings.joined("x", 1.0)
+    holdings.changed("x", (B,), (), 2.0)
+    assert first == "x"
+    assert holdings._seeding is not None
+    assert holdings._seeding._standings.strikes("x") == 1
+
+
+def test_those_who_were_seen_to_pass_on_come_before_newcomers_that_were_there_first() -> None:
+    holdings = seeds("x", "y", "z", "w")
+    for peer, hash in zip("xyz", (A, B, C), strict=True):
+        assert holdings.changed(peer, (hash,), (), 0.0) == [(peer, hash)]
+        holdings.changed("w", (hash,), (), 0.0)
+        holdings.asked(peer, hash, 0.0)
+        holdings.began(peer, hash, 10, 0.0)
+        holdings.ended(peer, hash, True, 0.0)
+        holdings.changed(peer, (), (hash,), 0.0)
+        holdings.changed("w", (), (hash,), 0.1)  # which got it from them
+    holdings.joined("new", 1.0)
+    fourth = bytes(32)
+    assert holdings.changed("new", (fourth,), (), 1.0) == []
+    assert holdings.changed("y", (fourth,), (), 1.1) == [("y", fourth)]
+    assert holdings.changed("new", (A,), (), 10.0) == []
+    assert ("new", A) in holdings.passed(15.0)  # when nobody else wants it
 
 
 # -- upload limits -----------------------------------------------------------------------------------------------------
@@ -783,6 +1110,47 @@ def test_of_large_transfers_one_is_finished_before_the_next() -> None:
                 transfers.start_soon(transfer, peer)
                 await trio.testing.wait_all_tasks_blocked()
         assert finished == [("x", 5), ("y", 10)]
+
+    in_virtual_time(body)
+
+
+def test_a_small_transfer_goes_out_soon_however_slow_the_link_and_however_many_large_ones_there_are() -> None:
+    async def body(nursery: trio.Nursery) -> None:
+        uplink = Uplink(50_000)
+
+        async def large(peer: str) -> None:
+            async with uplink.transfer(peer, 900_000) as each:
+                while each.left_bytes:
+                    await each.carry(memoryview(bytes(min(2**16, each.left_bytes))), at_once)
+
+        for index in range(8):
+            nursery.start_soon(large, f"large-{index}")
+        await trio.sleep(1)
+        began_at = trio.current_time()
+        async with uplink.transfer("small", 2**16) as each:
+            await each.carry(memoryview(bytes(2**16)), at_once)
+        assert trio.current_time() - began_at < 5  # two frames were on their way
+
+    in_virtual_time(body)
+
+
+def test_a_turn_ends_after_half_a_second_for_one_that_is_smaller() -> None:
+    async def body(nursery: trio.Nursery) -> None:
+        uplink = Uplink(100_000, slots=1)
+        finished: dict[str, float] = {}
+
+        async def transfer(peer: str, frames: int) -> None:
+            async with uplink.transfer(peer, frames << 16) as each:
+                for _ in range(frames):
+                    await each.carry(memoryview(bytes(2**16)), at_once)
+            finished[peer] = trio.current_time()
+
+        async with trio.open_nursery() as transfers:
+            transfers.start_soon(transfer, "large", 32)
+            await trio.testing.wait_all_tasks_blocked()
+            transfers.start_soon(transfer, "middle", 5)
+            await trio.testing.wait_all_tasks_blocked()
+        assert finished["middle"] < 5 < finished["large"]
 
     in_virtual_time(body)
 

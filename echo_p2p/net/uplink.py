@@ -1,9 +1,9 @@
 """Upload limits of one node: whose transfer goes on now, and how fast. Knows no blob and no stream.
 
 Transfers take turns in few `slots`: some finish early and can be passed on, where all at once would all finish late.
-Smaller ones go first, by powers of two of `TURN_BYTES`, and in a class who came first; a turn ends for one that is
-smaller, so that a snapshot doesn't hold up patches, and when the other side takes far longer than is usual over a
-frame. The rate, if there is one, is of all together.
+Smaller ones go first, by powers of two of 256 KiB, and in a class who came first; a turn ends for one that is smaller
+after a mebibyte or half a second, and when the other side takes far longer than is usual over a frame. Where larger
+ones have all slots, one of less than 256 KiB gets one more. The rate, if there is one, is of all together.
 """
 
 from collections import deque
@@ -15,6 +15,8 @@ from statistics import median
 import trio
 
 TURN_BYTES = 2**20
+TURN_S = 0.5
+_CLASS_BYTES = 2**18
 _BURST_S = 0.25
 _WAIT_S = 10.0
 _CHECK_S = 0.25
@@ -24,16 +26,36 @@ _SLOW_AT_FIRST_S = 5.0
 _SLOWER_THAN_USUAL = 8.0
 _FRAMES_KNOWN = 4
 
+Send = Callable[[memoryview], Awaitable[None]]
+
 
 class Busy(Exception):
     """As many transfers wait as may."""
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class Transfer:
+    """One transfer on the uplink, in as many turns as it takes. Made by `Uplink.transfer`."""
+
+    uplink: "Uplink"
     peer: str
     left_bytes: int
     turn: trio.Event = field(default_factory=trio.Event)
+    turn_began_at: float = 0.0
+    turn_bytes: int = 0
+
+    @property
+    def size_class(self) -> int:
+        """Which transfers go before this one: those of a lower class."""
+        return (self.left_bytes // _CLASS_BYTES).bit_length()
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether it would have come as early had it been known to have so many bytes left."""
+        return (size_bytes // _CLASS_BYTES).bit_length() <= self.size_class
+
+    async def carry(self, part: memoryview, send: Send) -> None:
+        """Send the next part by `send`, when it may go out."""
+        await self.uplink.carry(self, part, send)
 
 
 class Uplink:
@@ -46,69 +68,86 @@ class Uplink:
         self._bytes_s = bytes_s
         self._slots = slots
         self._waiting_max = waiting
-        self._waiting: list[_Place] = []
-        self._active: dict[str, _Place] = {}  # by peer
-        self._sending: dict[_Place, float] = {}  # since when its frame is on the way
+        self._waiting: list[Transfer] = []
+        self._active: dict[str, Transfer] = {}  # by peer
+        self._sending: dict[Transfer, float] = {}  # since when its frame is on the way
         self._frames_s: deque[float] = deque(maxlen=32)  # how long frames took that had to wait for the link
         self._paid_until = 0.0  # when the bytes that were let go are all paid for
 
     @asynccontextmanager
-    async def transfer(self, peer: str, size_bytes: int) -> AsyncIterator["Transfer"]:
+    async def transfer(self, peer: str, size_bytes: int) -> AsyncIterator[Transfer]:
         """A transfer of `size_bytes` to `peer`, whose turn it is. Raises Busy."""
-        ahead = sum(place.peer == peer for place in self._waiting)
+        ahead = sum(each.peer == peer for each in self._waiting)
         if len(self._waiting) >= self._waiting_max or 2 * ahead >= self._waiting_max:
             raise Busy
+        transfer = Transfer(self, peer, size_bytes)
         with trio.move_on_after(_WAIT_S) as scope:
-            place = await self._take(peer, size_bytes)
+            await self._take(transfer)
         if scope.cancelled_caught:
             raise Busy
-        transfer = Transfer(self, place)
         try:
             yield transfer
         finally:
-            self._give(transfer.place)
+            self._give(transfer)
 
-    async def _take(self, peer: str, left_bytes: int) -> _Place:
-        place = _Place(peer, left_bytes)
-        self._waiting.append(place)
+    async def carry(self, transfer: Transfer, part: memoryview, send: Send) -> None:
+        """Send the next part of a transfer, when it may go out."""
+        now = trio.current_time()
+        if transfer.turn_bytes >= TURN_BYTES or now - transfer.turn_began_at >= TURN_S:
+            transfer.turn_bytes, transfer.turn_began_at = 0, now
+            following = self._next()
+            if following and following.size_class < transfer.size_class:
+                self._give(transfer)
+        if self._active.get(transfer.peer) is not transfer:
+            await self._take(transfer)
+        transfer.turn_bytes += len(part)
+        transfer.left_bytes -= len(part)
+        await self._pay(len(part))
+        await self._send(transfer, part, send)
+
+    async def _take(self, transfer: Transfer) -> None:
+        """Wait for a turn."""
+        transfer.turn = trio.Event()
+        self._waiting.append(transfer)
         self._admit()
         try:
-            while not place.turn.is_set():
+            while not transfer.turn.is_set():
                 with trio.move_on_after(_CHECK_S):
-                    await place.turn.wait()
+                    await transfer.turn.wait()
                 self._end_slow_turns()
         except trio.Cancelled:
-            if place in self._waiting:
-                self._waiting.remove(place)
-            self._give(place)
+            if transfer in self._waiting:
+                self._waiting.remove(transfer)
+            self._give(transfer)
             raise
-        return place
 
-    def _give(self, place: _Place) -> None:
-        if self._active.get(place.peer) is place:
-            del self._active[place.peer]
+    def _give(self, transfer: Transfer) -> None:
+        if self._active.get(transfer.peer) is transfer:
+            del self._active[transfer.peer]
             self._admit()
 
     def _admit(self) -> None:
-        while len(self._active) < self._slots:
-            place = self._next()
-            if place is None:
-                return
-            self._waiting.remove(place)
-            self._active[place.peer] = place
-            place.turn.set()
+        while (transfer := self._next()) is not None and self._has_room(transfer):
+            self._waiting.remove(transfer)
+            self._active[transfer.peer] = transfer
+            transfer.turn_bytes, transfer.turn_began_at = 0, trio.current_time()
+            transfer.turn.set()
 
-    def _next(self) -> _Place | None:
+    def _has_room(self, transfer: Transfer) -> bool:
+        kept = transfer.size_class == 0 and all(each.size_class > 0 for each in self._active.values())
+        return len(self._active) < self._slots + kept
+
+    def _next(self) -> Transfer | None:
         """Whose turn it is when a slot is free."""
-        able = (place for place in self._waiting if place.peer not in self._active)
-        return min(able, key=lambda place: _class_of(place.left_bytes), default=None)
+        able = (each for each in self._waiting if each.peer not in self._active)
+        return min(able, key=lambda each: each.size_class, default=None)
 
     def _end_slow_turns(self) -> None:
         known = len(self._frames_s) >= _FRAMES_KNOWN
         patience_s = max(_SLOW_S, _SLOWER_THAN_USUAL * median(self._frames_s)) if known else _SLOW_AT_FIRST_S
         now = trio.current_time()
-        for place in [place for place, since in self._sending.items() if now - since > patience_s]:
-            self._give(place)
+        for each in [each for each, since in self._sending.items() if now - since > patience_s]:
+            self._give(each)
 
     async def _pay(self, size_bytes: int) -> None:
         if self._bytes_s > 0:
@@ -116,40 +155,12 @@ class Uplink:
             self._paid_until = max(self._paid_until, now - _BURST_S) + size_bytes / self._bytes_s
             await trio.sleep_until(self._paid_until)
 
-    async def _send(self, place: _Place, part: memoryview, send: Callable[[memoryview], Awaitable[None]]) -> None:
-        began_at = self._sending[place] = trio.current_time()
+    async def _send(self, transfer: Transfer, part: memoryview, send: Send) -> None:
+        began_at = self._sending[transfer] = trio.current_time()
         try:
             await send(part)
         finally:
-            del self._sending[place]
+            del self._sending[transfer]
         took_s = trio.current_time() - began_at
         if took_s > _BLOCKED_S:
             self._frames_s.append(took_s)
-
-
-class Transfer:
-    """One transfer on the uplink, in as many turns as it takes. Made by `Uplink.transfer`."""
-
-    def __init__(self, uplink: Uplink, place: _Place) -> None:
-        self.place = place
-        self._uplink = uplink
-        self._bytes = 0
-
-    async def carry(self, part: memoryview, send: Callable[[memoryview], Awaitable[None]]) -> None:
-        """Send the next part by `send`, when it may go out."""
-        uplink, place = self._uplink, self.place
-        if self._bytes >= TURN_BYTES:
-            self._bytes = 0
-            smaller = uplink._next()
-            if smaller and _class_of(smaller.left_bytes) < _class_of(place.left_bytes):
-                uplink._give(place)
-        if uplink._active.get(place.peer) is not place:
-            self.place = place = await uplink._take(place.peer, place.left_bytes)
-        self._bytes += len(part)
-        place.left_bytes -= len(part)
-        await uplink._pay(len(part))
-        await uplink._send(place, part, send)
-
-
-def _class_of(left_bytes: int) -> int:
-    return (left_bytes // TURN_BYTES).bit_length()

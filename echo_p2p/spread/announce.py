@@ -1,12 +1,14 @@
 """Tells followers of what we have, over `/echo/holders/1`, as soon as we have it. Knows no blob's bytes.
 
 A follower is a peer with such a stream to us; a second stream of it takes the place of the first. What a peer may ask
-is bounded, and how often: who asks faster is heard later.
+is bounded, and how often: who asks faster is heard later. When there are too many, the one that is there for longest
+of those that never came for anything is let go.
 """
 
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 import trio
@@ -23,10 +25,11 @@ from echo_protocols.values import decode, encode
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 128
+_ROOM_STREAMS = 8  # always free for newcomers, while any follower is useless
 _FRAMES_S = 50.0
 _BURST_S = 2.0
 _SEND_DEADLINE_S = 20.0
-_TICK_S = 0.5
+_TICK_S = 0.25
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +38,7 @@ class _Follower:
     untold: dict[bytes, None] = field(default_factory=dict)
     later: dict[bytes, None] = field(default_factory=dict)
     news: trio.Event = field(default_factory=trio.Event)
+    came: bool = False  # for a blob
 
 
 class Announcer:
@@ -65,6 +69,8 @@ class Announcer:
 
     def asked(self, peer: str, hash: bytes) -> None:
         """As `Watcher.asked`."""
+        if follower := self._followers.get(peer):
+            follower.came = True
         self._holdings.asked(peer, hash, trio.current_time())
 
     def began(self, peer: str, hash: bytes, size_bytes: int) -> None:
@@ -86,6 +92,8 @@ class Announcer:
     async def _follow(self, stream: Stream) -> None:
         if before := self._followers.get(stream.peer):
             before.scope.cancel()
+        elif len(self._followers) >= MAX_STREAMS - _ROOM_STREAMS:
+            self._make_room()
         follower = self._followers[stream.peer] = _Follower()
         self._holdings.joined(stream.peer, trio.current_time())
         try:
@@ -98,6 +106,11 @@ class Announcer:
             if self._followers.get(stream.peer) is follower:
                 del self._followers[stream.peer]
                 self._tell(self._holdings.left(stream.peer, trio.current_time()))
+
+    def _make_room(self) -> None:
+        useless = (each for each in self._followers.values() if not each.came and not each.scope.cancel_called)
+        for follower in islice(useless, 1):
+            follower.scope.cancel()
 
     async def _listen(self, stream: Stream, follower: _Follower) -> None:
         heard_until = float("-inf")  # what was said is worth our time until then

@@ -1,12 +1,13 @@
 """Streams to the few peers that tell us what they have: kept open, opened again elsewhere. Knows no transfer.
 
 All trainers are followed, and of the other peers the first few that can be, in the order given; one that doesn't answer
-is tried again later, each time after twice as long.
+is tried again later, each time after twice as long; a trainer sooner, when something more is wanted.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import msgspec
@@ -24,11 +25,10 @@ OTHERS_MAX = 8
 TRAINERS_MAX = 16
 _OPEN_S = 10.0
 _SEND_DEADLINE_S = 20.0
-_GATHER_S = 0.02
+_GATHER_S = 0.005
 _GATHER_DROPPED_S = 0.25
 _AGAIN_S = 1.0
 _AGAIN_MAX_S = 20.0
-_CHECK_S = 1.0
 _FRAMES_S = 200.0
 _BURST_S = 2.0
 
@@ -36,8 +36,8 @@ _BURST_S = 2.0
 class Listener(Protocol):
     """Whoever wants to know what neighbours have."""
 
-    def wanted(self) -> Collection[bytes]:
-        """The hashes that are wanted now, the most urgent first."""
+    def wanted(self) -> Mapping[bytes, int]:
+        """The hashes that are wanted now, the most urgent first, each with a number that is new if the wish is."""
 
     def heard(self, peer: str, hashes: Sequence[bytes], later: Collection[bytes]) -> None:
         """A neighbour has some of them; those that begin with one of `later` will be had later, it says."""
@@ -59,6 +59,7 @@ class _Neighbour:
 @dataclass(slots=True)
 class _Trouble:
     failures: int = 0
+    last_at: float = 0.0
     again_at: float = 0.0
 
 
@@ -98,6 +99,10 @@ class Neighbours:
             neighbour.news.set()
             if more:
                 neighbour.more.set()
+        for peer in self._candidates[0] if more else ():
+            if (trouble := self._troubles.get(peer)) and trouble.again_at > trouble.last_at + _AGAIN_S:
+                trouble.again_at = trouble.last_at + _AGAIN_S
+                self._changed.set()
 
     async def run(self) -> None:
         """Keep the neighbours until cancelled."""
@@ -111,8 +116,15 @@ class Neighbours:
                     if peer not in self._met:
                         self._met[peer] = _Neighbour()
                         nursery.start_soon(self._keep, peer, self._met[peer])
-                with trio.move_on_after(_CHECK_S if self._troubles else KEEPALIVE_S):
+                with trio.move_on_after(self._check_s(trio.current_time())):
                     await self._changed.wait()
+
+    def _check_s(self, now: float) -> float:
+        """How long until somebody may be tried again."""
+        soonest = min(
+            (each.again_at for each in self._troubles.values() if each.again_at > now), default=now + KEEPALIVE_S
+        )
+        return min(KEEPALIVE_S, soonest - now)
 
     def _choose(self, now: float) -> list[str]:
         trainers, others = self._candidates
@@ -136,6 +148,7 @@ class Neighbours:
             trouble = self._troubles.setdefault(peer, _Trouble())
             if now - opened_at > _AGAIN_MAX_S:
                 trouble.failures = 0
+            trouble.last_at = now
             trouble.again_at = now + min(_AGAIN_MAX_S, _AGAIN_S * 2 ** min(trouble.failures, 10))
             trouble.failures += 1
             self._changed.set()
@@ -172,18 +185,18 @@ class Neighbours:
             log.debug("%s tells us nothing more: %s", stream.peer, error)
 
     async def _ask(self, stream: Stream, neighbour: _Neighbour) -> None:
-        said: dict[bytes, None] = {}
+        said: dict[bytes, int] = {}
         try:
             while True:
                 neighbour.news, neighbour.more = trio.Event(), trio.Event()
-                wanted = dict.fromkeys(list(self._listener.wanted())[:WANTED_MAX])
-                added = tuple(hash for hash in wanted if hash not in said)[:HASHES_MAX]
-                dropped = tuple(hash for hash in said if hash not in wanted)[:HASHES_MAX]
-                with trio.fail_after(_SEND_DEADLINE_S):
-                    await stream.send(encode(Want(added, dropped)))
-                said |= dict.fromkeys(added)
+                wanted = dict(islice(self._listener.wanted().items(), WANTED_MAX))
+                dropped = tuple(hash for hash in said if said[hash] != wanted.get(hash))[:HASHES_MAX]
                 for hash in dropped:
                     del said[hash]
+                added = tuple(hash for hash in wanted if hash not in said)[:HASHES_MAX]
+                with trio.fail_after(_SEND_DEADLINE_S):
+                    await stream.send(encode(Want(added, dropped)))
+                said |= {hash: wanted[hash] for hash in added}
                 if len(added) < HASHES_MAX and len(dropped) < HASHES_MAX:
                     await _news(neighbour)
         except (NetError, trio.TooSlowError) as error:

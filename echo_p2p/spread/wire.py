@@ -11,7 +11,7 @@ HASHES_MAX = 1024
 
 PREFIX_BYTES = 4
 
-WANTED_MAX = 8192
+WANTED_MAX = 2048
 """Hashes that one peer may want at a time; the server ignores further ones."""
 
 FRAME_BYTES_MAX = 2 * 34 * HASHES_MAX + 64

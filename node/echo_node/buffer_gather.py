@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _FETCH_TIMEOUT_S = 20.0
 _FETCH_ALL_S = 60.0
+_BUSY_S = 1.0
+_TRIES = 6  # at a worker that is busy, which it says after 10 s
 _FETCHES = 8
 _FETCHES_WAITING = 64
 _FETCHES_A_WORKER = 4
@@ -118,12 +120,7 @@ class BufferGather:
         """Task boundary of one fetch; a worker that sends nothing, or slowly, holds up nobody else's."""
         presence = self._presence
         try:
-            async with self._fetches:
-                with trio.fail_after(_FETCH_ALL_S):
-                    data = await fetch_blob(
-                        presence.hive, worker, blob.blob, blob.size_bytes, timeout_s=_FETCH_TIMEOUT_S
-                    )
-            await self._admit(data)
+            await self._admit(await self._fetched(worker, blob))
         except (NetError, CorruptChunk, RemoteError, trio.TooSlowError) as error:
             presence.border.refuse("unfetchable", str(error))
         except Exception:
@@ -133,6 +130,22 @@ class BufferGather:
             self._fetching[worker] -= 1
             if not self._fetching[worker]:
                 del self._fetching[worker]
+
+    async def _fetched(self, worker: str, blob: LargeRollout) -> bytes:
+        """The blob; a worker that is busy is asked again, and waits for no other's turn meanwhile."""
+        hive, size_bytes = self._presence.hive, blob.size_bytes
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                async with self._fetches:
+                    with trio.fail_after(_FETCH_ALL_S):
+                        return await fetch_blob(
+                            hive, worker, blob.blob, size_bytes, exact=True, timeout_s=_FETCH_TIMEOUT_S
+                        )
+            except RemoteError as error:
+                if error.reason != "busy" or not tries_left:
+                    raise
+            await trio.sleep(_BUSY_S)
+        raise AssertionError("the last try returns or raises")
 
     async def _admit(self, data: bytes) -> None:
         opened = check_group(self._presence, self._run, data, once=True)

@@ -113,7 +113,7 @@ class Feed:
         except Unreachable as error:
             log.info("chunk of %s: %s", chunk.part, error)
         async with self._one_by_one:
-            return await fetch_from_any(self._presence.hive, self._holders(), chunk.hash, chunk.size_bytes)
+            return await fetch_from_any(self._presence.hive, self._holders(), chunk.hash, chunk.size_bytes, exact=True)
 
     def neighbours(self) -> list[str]:
         """Other peers of the run to exchange chunks with: first who serves layers of ours, else in an order of ours."""
