@@ -221,6 +221,16 @@ def test_a_release_that_fails_ends_the_run_with_the_step_before_it_kept(tmp_path
     assert run.resumes_at() == (2 if checkpoint_every == 1 else 0)
 
 
+def test_advice_asks_for_no_peer_while_the_trainer_hardly_waits(tmp_path: Path) -> None:
+    run = Run(tmp_path, steps=30)
+    trio.run(run.train, trio.CancelScope())
+    manifest = SimpleNamespace(max_lag=2, group_size=2, groups_per_step=1)
+    run.course._run = SimpleNamespace(manifest=manifest)  # type: ignore[assignment]
+    assert run.course._advice() == "trainer busy: there are rollouts enough"
+    run.course._past = [msgspec.structs.replace(record, waited_s=record.step_s + 9.0) for record in run.course._past]
+    assert "trainer idle" in run.course._advice() or "more" in run.course._advice()
+
+
 def test_steps_are_published_in_their_order(tmp_path: Path) -> None:
     run = Run(tmp_path)
     trio.run(run.announce, run.learner.first_release())

@@ -7,6 +7,7 @@ import pytest
 import trio
 import trio.testing
 
+from echo_node.board import join_line
 from echo_node.inference import candidates, successor
 from echo_node.plans import PEERS_MAX, bounded, lead
 from echo_node.standing import Standing
@@ -348,3 +349,9 @@ def test_manifests_of_other_swarms_and_of_those_who_may_not_train_are_no_runs() 
         assert peer.swarm.runs == ()
 
     trio.run(main)
+
+
+def test_the_line_for_the_next_machine_names_the_owner_that_we_are_to_serve() -> None:
+    alone = Peer(MemoryNetwork(), PEER).presence(peers=(GOOD,))
+    assert "--owner" not in join_line(alone)
+    assert f"--owner {TRAINER.peer_id} " in join_line(alone, TRAINER.peer_id)

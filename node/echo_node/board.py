@@ -45,7 +45,7 @@ class Board:
             pid=os.getpid(),
             started_at=presence.started_at,
             now=now,
-            join_line=join_line(presence),
+            join_line=join_line(presence, self.config.inference.owner),
             streams=presence.stream_addresses,
             gossip=presence.gossip_addresses,
             connected=presence.connected,
@@ -68,13 +68,17 @@ class Board:
         return dict(sorted(total.items()))
 
 
-def join_line(presence: Presence) -> str:
-    """The command that brings the next machine in: by the bootstraps that we were told of, else by ourselves."""
+def join_line(presence: Presence, owner: str = "") -> str:
+    """The command that brings the next machine in: by the bootstraps that we were told of, else by ourselves.
+
+    It names the owner of the run that we serve, or the `owner` that we are to serve.
+    """
     addresses = presence.network.peers or sorted(presence.stream_addresses, key=_outside_first)[:1]
     if not addresses:
         return ""
     swarm = "" if presence.swarm.name == "echo" else f" --swarm {presence.swarm.name}"
-    owner = presence.swarm.joined.owner if presence.swarm.joined else ""
+    if presence.swarm.joined:
+        owner = presence.swarm.joined.owner
     if presence.record.role == "trainer":
         owner = presence.identity.peer_id
     of_owner = f" --owner {owner}" if owner else ""

@@ -25,6 +25,7 @@ from echo_p2p.swarm import Run
 log = logging.getLogger(__name__)
 
 _HISTORY = 1000
+_BUSY_IDLE_SHARE = 0.05
 _DRIFT_FIGURES = ("k3_kl", "ess", "clip_fraction", "logprob_gap", "logprob_gap_max")
 
 
@@ -171,6 +172,9 @@ class Course:
         made: Counter[str] = Counter(group.worker for record in recent[1:] for group in record.groups)
         if span_s <= 0.0 or not made:
             return ""
+        waited_s = sum(record.waited_s for record in recent[1:])
+        if waited_s <= _BUSY_IDLE_SHARE * span_s:  # what was trained on says little of what peers could make
+            return "trainer busy: there are rollouts enough"
         manifest = self._run.manifest
         return advice(
             rollouts_per_step=manifest.groups_per_step * manifest.group_size,

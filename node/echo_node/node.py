@@ -103,7 +103,7 @@ async def _live(
         )
         with whereabouts(places, here):
             log.info("%s %s of swarm %s, page at %s", config.role, identity.peer_id, config.swarm, here.http)
-            announce(join_line(presence))
+            announce(join_line(presence, config.inference.owner))
             await role(board, places)
         nursery.cancel_scope.cancel()
 

@@ -151,7 +151,7 @@ def _node_cells(node: NodeStatus, view: DemoView) -> tuple[str, ...]:
         return (node.name, "", "", "", "", "", "", "ended" if node.ended is not None else "starting")
     work, training = state.inference, state.trainer
     seen = _as_others_see(state.peer, view)
-    trained = view.trainer.trainer.rollouts_by_peer if view.trainer is not None and view.trainer.trainer else {}
+    trained = view.trainer.trainer.lag_histogram if view.trainer is not None and view.trainer.trainer else {}
     version = work.version if work else training.version if training else seen.version if seen else None
     return (
         node.name,
