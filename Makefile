@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test test-fast check format bench clean
+.PHONY: env demo test test-fast test-network check format bench clean
 
 env: .venv/ready
 
@@ -19,10 +19,13 @@ demo: env
 	$(BIN)/echo-node demo $(ARGS)
 
 test: env
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -m 'not network' $(ARGS)
+
+test-network: env
+	$(BIN)/pytest -m network -rs $(ARGS)
 
 test-fast: env
-	$(BIN)/pytest -m 'not slow' $(ARGS)
+	$(BIN)/pytest -m 'not slow and not network' $(ARGS)
 
 check: env
 	$(BIN)/ruff format --check .

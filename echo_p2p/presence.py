@@ -1,8 +1,6 @@
 """One node on the network: both stacks, the border and the swarm, brought up together. Knows no role's work."""
 
-import ipaddress
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,15 +13,17 @@ import trio
 from echo_p2p.config import NetworkConfig
 from echo_p2p.errors import NetError, Unreachable
 from echo_p2p.identity import Identity
+from echo_p2p.net.dialing import dialable
 from echo_p2p.net.gossip import GossipNode, GossipSettings, open_gossip
 from echo_p2p.net.hive import HiveNode, HiveSettings, open_hive
+from echo_p2p.net.reach import WITNESSES_MAX, Finding, Lookout, serve_dial_back
 from echo_p2p.swarm import Swarm
 from echo_protocols.envelope import Border, Sealer
 from echo_protocols.peer import Role, RoleRecord
 
 log = logging.getLogger(__name__)
 
-_ADDRESSES_EVERY_S = 30.0
+_LOOK_EVERY_S = 5.0
 _RECORD_ADDRESSES_MAX = 16
 
 
@@ -31,7 +31,8 @@ _RECORD_ADDRESSES_MAX = 16
 class Presence:
     """Everything that a role needs of the network.
 
-    `record` is what we say of ourselves, but for the addresses and for `figures`: fields that are read at each renewal.
+    `record` is what we say of ourselves, but for the addresses, for `reach`, and for `figures`: fields that are read at
+    each renewal.
     """
 
     identity: Identity
@@ -45,6 +46,7 @@ class Presence:
     figures: Callable[[], dict[str, Any]] = dict
     stream_addresses: tuple[str, ...] = ()
     gossip_addresses: tuple[str, ...] = ()
+    found: Finding = field(default_factory=Finding)
     started_at: float = field(default_factory=time.time)
 
     def say(self, **changes: object) -> None:
@@ -90,7 +92,9 @@ async def open_presence(
         await presence.refresh_addresses()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(members.run)
-            nursery.start_soon(_follow_addresses, presence)
+            if record.role in _HUBS:
+                await nursery.start(serve_dial_back, hive, hive.seen_at)
+            nursery.start_soon(_follow_reach, presence)
             nursery.start_soon(_meet_members, presence, nursery)
             yield presence
             nursery.cancel_scope.cancel()
@@ -101,22 +105,38 @@ def _describe(presence: Presence) -> RoleRecord:
         presence.record,
         streams=presence.stream_addresses[:_RECORD_ADDRESSES_MAX],
         gossip=presence.gossip_addresses[:_RECORD_ADDRESSES_MAX],
+        reach=presence.found.reach,
         started_at=presence.started_at,
         **presence.figures(),
     )
 
 
-async def _follow_addresses(presence: Presence) -> None:
-    """Relayed addresses come and go: say so when they do."""
+async def _follow_reach(presence: Presence) -> None:
+    """Addresses and relays come and go, and others can dial us or not: say so when that changes."""
+    lookout = Lookout(presence.hive)
     while True:
-        await trio.sleep(_ADDRESSES_EVERY_S)
-        before = presence.stream_addresses
+        before = (presence.stream_addresses, presence.found)
         try:
+            await presence.refresh_addresses()
+            presence.found = await lookout.look(presence.stream_addresses, _witnesses(presence))
+            presence.hive.prove(presence.found.addresses)
             await presence.refresh_addresses()
         except NetError as error:
             log.warning("can't ask where this node can be dialled (%s); trying again", error)
-        if presence.stream_addresses != before:
+        if presence.found.reach != before[1].reach:
+            log.info("reach: %s", presence.found.reach)
+        if (presence.stream_addresses, presence.found) != before:
             presence.swarm.announce()
+        await trio.sleep(_LOOK_EVERY_S)
+
+
+def _witnesses(presence: Presence) -> tuple[str, ...]:
+    """Whom to ask whether we can be dialled: peers that we were told of first, then the longest here."""
+    told = {address.rpartition("/p2p/")[2] for address in presence.network.peers}
+    members = [member for member in presence.swarm.members.values() if member.record.role in _HUBS]
+    others = [member for member in members if member.peer != presence.identity.peer_id]
+    others.sort(key=lambda member: (member.peer not in told, member.record.started_at, member.peer))
+    return tuple(sorted(member.peer for member in others[:WITNESSES_MAX]))
 
 
 async def _meet_members(presence: Presence, nursery: trio.Nursery) -> None:
@@ -168,28 +188,6 @@ def _hubs(presence: Presence) -> dict[str, tuple[str, ...]]:
 _HUBS: tuple[Role, ...] = ("bootstrap", "trainer")
 _HUBS_MAX = 8
 _HUB_AGAIN_S = 30.0
-_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*\Z")
-
-
-def dialable(address: str, peer: str) -> bool:
-    """Whether an address that a peer gave names that peer, at a plain TCP endpoint."""
-    parts = address.split("/")
-    if len(parts) != 7 or parts[0] or parts[3] != "tcp" or parts[5:] != ["p2p", peer]:
-        return False
-    kind, host, port = parts[1], parts[2], parts[4]
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
-        return False
-    try:
-        match kind:
-            case "ip4":
-                ipaddress.IPv4Address(host)
-            case "ip6":
-                ipaddress.IPv6Address(host)
-            case _:
-                return kind in ("dns", "dns4", "dns6") and _HOST_NAME.match(host) is not None
-    except ValueError:
-        return False
-    return True
 
 
 async def _dial_first(gossip: GossipNode, addresses: tuple[str, ...]) -> None:
@@ -207,10 +205,14 @@ async def _dial_first(gossip: GossipNode, addresses: tuple[str, ...]) -> None:
 
 def _reachable(listening: list[str], visible: tuple[str, ...]) -> tuple[str, ...]:
     """Gossip addresses with `0.0.0.0` replaced by the hosts that the stream stack is visible under."""
-    hosts = list(dict.fromkeys(address.split("/")[2] for address in visible if address.startswith("/ip4/")))
+    hosts = list(dict.fromkeys(address.split("/")[2] for address in visible if _is_direct_ip4(address)))
     spelled = []
     for address in listening:
         parts = address.split("/")
         for host in hosts if parts[2] == "0.0.0.0" else [parts[2]]:
             spelled.append("/".join([*parts[:2], host, *parts[3:]]))
     return tuple(spelled)
+
+
+def _is_direct_ip4(address: str) -> bool:
+    return address.startswith("/ip4/") and "/p2p-circuit" not in address

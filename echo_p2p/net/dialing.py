@@ -4,6 +4,8 @@ Both stacks remember failed dials and then refuse to try again for a while, long
 is knocked at with a plain TCP connection first, and dialled when it opens.
 """
 
+import ipaddress
+import re
 from collections.abc import Iterator
 
 import trio
@@ -15,6 +17,7 @@ PROBE_TIMEOUT_S = 3.0
 BACKOFF_FIRST_S = 1.0
 BACKOFF_MAX_S = 15.0
 
+_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*\Z")
 _HOST_PROTOCOLS = ("ip4", "ip6", "dns4", "dns6", "dns")
 
 
@@ -49,6 +52,27 @@ async def answers(address: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
         await trio.aclose_forcefully(connection)
         return True
     return False
+
+
+def dialable(address: str, peer: str) -> bool:
+    """Whether an address that a peer gave names that peer, at a plain TCP endpoint."""
+    parts = address.split("/")
+    if len(parts) != 7 or parts[0] or parts[3] != "tcp" or parts[5:] != ["p2p", peer]:
+        return False
+    kind, host, port = parts[1], parts[2], parts[4]
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
+        return False
+    try:
+        match kind:
+            case "ip4":
+                ipaddress.IPv4Address(host)
+            case "ip6":
+                ipaddress.IPv6Address(host)
+            case _:
+                return kind in ("dns", "dns4", "dns6") and _HOST_NAME.match(host) is not None
+    except ValueError:
+        return False
+    return True
 
 
 def backoff_s() -> Iterator[float]:

@@ -30,6 +30,7 @@ from echo_p2p.net.hive_settings import (
     daemon_environment,
     daemon_flags,
     is_local,
+    relays_of,
 )
 from echo_p2p.net.joining import wait_for_any
 from echo_p2p.net.portal import Portal, open_portal
@@ -86,6 +87,10 @@ class _Table:
             await self.node.find_nearest_nodes([self.node.node_id])
         return entered is not None
 
+    async def seen_at(self, peer: str) -> list[str]:
+        infos = await self.node.p2p.list_peers()
+        return [str(address) for info in infos if str(info.peer_id) == peer for address in info.addrs]
+
 
 @asynccontextmanager
 async def open_hive(identity: Identity, settings: HiveSettings) -> AsyncIterator[HiveNode]:
@@ -99,19 +104,23 @@ async def open_hive(identity: Identity, settings: HiveSettings) -> AsyncIterator
         await wait_for_any(settings.initial_peers)
     async with _private_folder() as folder, open_portal("hivemind") as portal:
         vendor_node = await _start(identity, settings, portal, folder)
+        table = _Table(vendor_node, identity.peer_id, keeps_records=settings.role != "volunteer")
         try:
             async with trio.open_nursery() as nursery:
                 node = HiveNode(
                     identity.peer_id,
                     vendor_node.p2p._child.pid,
                     _daemon_of(vendor_node.p2p, folder),
-                    _Table(vendor_node, identity.peer_id, keeps_records=settings.role != "volunteer"),
+                    table,
                     portal,
+                    relays=relays_of(settings),
+                    seen_at=table.seen_at,
                     join=settings.initial_peers,
                     join_check_s=settings.join_check_s,
                 )
                 nursery.start_soon(_watch, portal, vendor_node)
                 nursery.start_soon(node.keep_joined)
+                nursery.start_soon(node.keep_slots)
                 yield node
                 nursery.cancel_scope.cancel()
         finally:

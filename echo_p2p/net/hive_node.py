@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol, TypeVar, TypeVarTuple
 
 import trio
@@ -19,6 +20,7 @@ from echo_p2p.net.daemon import Daemon
 from echo_p2p.net.dialing import split_address
 from echo_p2p.net.joining import Bootstraps, Joining
 from echo_p2p.net.portal import Portal
+from echo_p2p.net.relay import RelaySlots, relay_limit_bytes
 from echo_p2p.net.signed import TTL_MAX_S
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class HiveNode:
         table: RecordTable,
         portal: Portal,
         *,
+        relays: tuple[str, ...],
+        seen_at: Callable[[str], Awaitable[list[str]]],
         join: tuple[str, ...],
         join_check_s: float,
     ) -> None:
@@ -68,6 +72,14 @@ class HiveNode:
         self._daemon = daemon
         self._table = table
         self._portal = portal
+        self._slots = RelaySlots(
+            relays,
+            connected=daemon.peers,
+            connect=daemon.connect,
+            reserve=partial(relay_limit_bytes, daemon),
+        )
+        self._seen_at = seen_at
+        self._proved: tuple[str, ...] = ()
         self._addresses: dict[str, tuple[str, ...]] = {}
         for address in join:
             transport, peer = split_address(address)
@@ -102,10 +114,33 @@ class HiveNode:
         """The background task of a node; `open_hive` runs it."""
         await self._bootstraps.keep_joined()
 
+    async def keep_slots(self) -> None:
+        """Another background task of a node: hold its slots at relays."""
+        await self._slots.keep()
+
+    @property
+    def needs_relay(self) -> bool:
+        """Whether it looks for a slot at relays."""
+        return self._slots.wanted
+
+    @property
+    def relay_limits(self) -> dict[str, int | None]:
+        """Bytes that one connection may carry through each relay that we have a slot at; None: no limit."""
+        return dict(self._slots.limits)
+
     async def visible_addresses(self) -> list[str]:
         """Where others can dial us now, relayed addresses included, each with `/p2p/…`."""
         _, addresses = await self._daemon.identify()
-        return [f"{address}/p2p/{self.peer_id}" for address in addresses]
+        known = dict.fromkeys((*self._proved, *addresses, *self._slots.addresses))
+        return [f"{address}/p2p/{self.peer_id}" for address in known]
+
+    def prove(self, addresses: Sequence[str]) -> None:
+        """Addresses (without `/p2p/…`) where others have reached us: the daemon of a volunteer doesn't name them."""
+        self._proved = tuple(addresses)
+
+    async def seen_at(self, peer: str) -> list[str]:
+        """The remote addresses of our connections with `peer`, relayed ones included."""
+        return await self._within_deadline(self._seen_at, peer)
 
     async def peers_connected(self) -> list[str]:
         """PeerIDs that the daemon has a connection with."""

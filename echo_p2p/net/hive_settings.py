@@ -55,6 +55,13 @@ def daemon_arguments(settings: HiveSettings, key_path: Path) -> dict[str, Any]:
     }
 
 
+def relays_of(settings: HiveSettings) -> tuple[str, ...]:
+    """The relays that this node needs a slot at; none on one machine alone, where everybody can dial everybody."""
+    if settings.role != "volunteer" or is_local(settings):
+        return ()
+    return settings.trusted_relays or settings.initial_peers
+
+
 def is_local(settings: HiveSettings) -> bool:
     """Whether nobody outside this machine can dial the node."""
     return all("/127.0.0.1/" in address or "/::1/" in address for address in settings.listen)

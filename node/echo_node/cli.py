@@ -223,6 +223,21 @@ def peers(places: Any, as_json: bool) -> None:
     print_peers(places, as_json=as_json)
 
 
+@main.command()
+@_option("--role", type=click.Choice(["inference", "trainer", "bootstrap"]), default="inference", help="As what.")
+@_network_options
+@_option("--json", "as_json", is_flag=True, help="The checks as JSON.")
+@click.pass_context
+def doctor(ctx: click.Context, /, role: str, as_json: bool, **flags: Any) -> None:
+    """Whether this machine can take part: port, clock, reach, device, memory, disk, versions; and what to do."""
+    from echo_node.logs import set_up_logging
+
+    set_up_logging(verbosity=ctx.meta["verbosity"], as_json=ctx.meta["log_json"])
+    from echo_node.doctor import run_doctor
+
+    _leave(run_doctor(node_config(role, flags), ctx.obj, as_json=as_json))
+
+
 @main.command("id")
 @_option("--json", "as_json", is_flag=True, help="As JSON, with the path of the key.")
 @click.pass_obj

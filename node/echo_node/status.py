@@ -6,6 +6,7 @@
 import http.client
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
 import click
@@ -22,6 +23,14 @@ from echo_p2p.errors import ConfigError, Unreachable
 
 WHEREABOUTS_FILE = "node.json"
 STATE_MAX_BYTES = 16 * 1024 * 1024
+
+REACH_WORDS: Final[dict[str, str]] = {
+    "public": "Others dial this node directly.",
+    "relayed": "Others reach this node through a relay only; forward its TCP port on your router for direct chains.",
+    "none": "Nobody can dial this node, and it has no relay: forward its TCP port, or join by a bootstrap that relays.",
+    "unknown": "Whether others can dial this node is not known yet; a bootstrap or a trainer has to say.",
+}
+"""Each reach as a sentence."""
 
 _PLAIN_WIDTH = 160
 
@@ -111,6 +120,9 @@ def status_lines(state: NodeState) -> Iterator[str]:
     yield (
         f"Connected; it sees {count_text(others, 'other peer')}.{note}" if state.connected else f"Not connected.{note}"
     )
+    own = next((peer for peer in state.peers if peer.ours), None)
+    if own is not None and own.reach in REACH_WORDS:
+        yield REACH_WORDS[own.reach]
     if state.run is not None:
         yield run_line(state.run)
     if state.trainer is not None:

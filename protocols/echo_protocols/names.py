@@ -7,6 +7,7 @@ HOP = "/echo/hop/1"
 BLOB = "/echo/blob/1"
 PULL = "/echo/pull/1"
 HOLDERS = "/echo/holders/1"
+DIAL_BACK = "/echo/dial-back/1"
 CALL_PROTOCOLS = (HOP, BLOB, PULL, HOLDERS)
 
 
