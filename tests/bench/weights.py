@@ -278,9 +278,9 @@ def main(file: Path | None, model: Path | None, steps: int) -> None:
         folder = Path(root)
         source = model or converted_model(folder / "model")
         figures: dict[str, Any] = {"machine": f"{platform.processor() or platform.machine()}, {platform.system()}"}
+        figures |= codec_figures(source, steps, folder)
         figures |= spread_figures()
         figures |= publish_figures(source, folder / "releases")
-        figures |= codec_figures(source, steps, folder)
     print_table(figures["pairs"])
     text = json.dumps(figures, indent=2)
     click.echo(text)

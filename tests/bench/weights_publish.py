@@ -85,7 +85,7 @@ class Releases:
         return release
 
 
-def publish_figures(model: Path, folder: Path, turns: int = 4) -> dict[str, Any]:
+def publish_figures(model: Path, folder: Path, turns: int = 3) -> dict[str, Any]:
     """The delay as a share of a step alone, and what a release takes of a step."""
     trainer = VerlTrainer(model, Algorithm(learning_rate=1e-6, correction="none"), seed=1)
     releases, rows = Releases(trainer, folder), batch(np.random.default_rng(0))
@@ -116,7 +116,7 @@ def publish_figures(model: Path, folder: Path, turns: int = 4) -> dict[str, Any]
 
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path, exists=True), required=True)
-@click.option("--turns", default=4, type=click.IntRange(1))
+@click.option("--turns", default=3, type=click.IntRange(1))
 def main(model: Path, turns: int) -> None:
     """Measure what publishing costs the trainer."""
     torch.set_num_threads(1)
