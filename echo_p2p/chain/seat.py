@@ -11,6 +11,7 @@ import numpy as np
 from echo_p2p.chain.book import Book, Prompt, Row
 from echo_p2p.chain.group import Drawn, Floats, Integers, nothing_drawn
 from echo_p2p.chain.host import StageHost
+from echo_p2p.chain.link import ChainBroken
 from echo_p2p.chain.sampler import draw
 from echo_p2p.chain.turns import Turn
 from echo_protocols.hop import BeginPrompt, Join
@@ -30,7 +31,7 @@ class Seat:
         cache = self._host.begin()
         try:
             self._book.begin(order, cache)
-        except BaseException:
+        except ChainBroken:
             self._host.discard(cache)
             raise
 
