@@ -494,6 +494,43 @@ def test_a_cancelled_group_leaves_the_others_alone() -> None:
     with_deadline(main)
 
 
+class GatedJoin(MemoryStage):
+    """A stage whose next join waits until it is let through."""
+
+    def __init__(self, span: Span) -> None:
+        super().__init__(span)
+        self.reached, self.let = threading.Event(), threading.Event()
+
+    def join(self, lane, rows, source):  # type: ignore[no-untyped-def]
+        self.reached.set()
+        self.let.wait(20)
+        super().join(lane, rows, source)
+
+
+@pytest.mark.parametrize("samples", [6, 4])
+@pytest.mark.parametrize("stops", [1, 2])
+def test_a_group_that_is_cancelled_while_its_answers_join_leaves_the_chain_whole(stops: int, samples: int) -> None:
+    """With `samples` over the rows of a lane, some of its answers still wait for others to end."""
+
+    whole = whole_answers(2)
+
+    async def main() -> None:
+        head = GatedJoin(Span(start=0, end=SPLITS[stops][0], layers=LAYERS))
+        async with swarm(stops, stages={0: head}) as peers:
+            ring = Ring(route=peers.route, run_id=bytes(32), lanes=1, rows=4)
+            async with open_chain(ring, peers.hosts[0], peers.servers[0]) as driver:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(driver.generate, request(7, samples=samples))
+                    assert await trio.to_thread.run_sync(head.reached.wait, 20.0)
+                    nursery.cancel_scope.cancel()
+                head.let.set()
+                assert [await driver.generate(request(number)) for number in range(2)] == whole
+            while any(peers.stage(place).lanes for place in range(stops)):
+                await trio.lowlevel.checkpoint()
+
+    with_deadline(main)
+
+
 def test_a_lane_that_is_discarded_before_its_step_runs_is_freed_after_it() -> None:
     async def main() -> None:
         async with swarm(1) as peers:

@@ -132,3 +132,20 @@ def test_a_turn_without_work_is_passed_over() -> None:
 
 def _fail() -> None:
     raise ChainError("engine")
+
+
+def test_a_turn_that_is_cancelled_before_its_thread_starts_holds_nobody_up() -> None:
+    async def main() -> None:
+        turns = Turns()
+        with trio.fail_after(10):
+            for _ in range(5):
+                with trio.CancelScope() as scope, await turns.begin() as turn:
+                    scope.cancel()
+                    await turn.run(lambda: pytest.fail("it was cancelled"))
+                assert scope.cancelled_caught
+            with await turns.begin() as turn:
+                assert await turn.run(lambda: 7) == 7
+            async with turns.alone() as turn:
+                assert await turn.run(lambda: 8) == 8
+
+    trio.run(main)

@@ -118,9 +118,10 @@ class Growth:
                     return
 
     def _drop(self, group: Group) -> None:
-        """Nobody waits for a group any more: lanes leave its answers out, and who reads its prompt frees it."""
+        """Nobody waits for a group any more: lanes leave its answers out; who reads or joins its prompt frees that."""
         if self._queue.drop(group):
-            self._at.end(group.number)
+            if not group.joining:
+                self._at.end(group.number)
             self._queue.free(group)
         elif group.begun == group.request.samples:
             self._queue.free(group)

@@ -39,6 +39,11 @@ class Group:
         """Positions that it may take, those of the prompt that its answers grow from included."""
         return len(self.request.prompt) + self.request.samples * self.request.positions
 
+    @property
+    def joining(self) -> bool:
+        """Whether answers are on their way into a lane, for which the prompt has to stay."""
+        return self.begun > self.joined
+
     def position(self, sample: int) -> int:
         """Where the newest token of an answer stands."""
         return len(self.request.prompt) + self.answers.length(sample) - 1

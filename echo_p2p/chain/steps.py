@@ -86,7 +86,7 @@ class Steps:
     async def join(self, lane: int, step: int, new: Sequence[Growing]) -> Asked | None:
         """Let answers of one group begin in a lane, each with a first token; None if nobody wants them any more.
 
-        With the last of the group's answers its prompt is freed.
+        With the last of the group's answers its prompt is freed; if it was dropped, with the last of those that join.
         """
         group = new[0].group
         order = Join(
@@ -103,7 +103,7 @@ class Steps:
                 asked = Asked(step, group.version, new, await self._seat.join(turn, order))
                 self._head.send(order)
             group.joined += len(new)
-            if group.joined == group.request.samples:
+            if group.joined == group.request.samples or (group.dropped and not group.joining):
                 self.end(group.number)
         return asked
 

@@ -28,7 +28,8 @@ class Turn:
         self._turns = turns
         self._before = before
         self._computed = threading.Event()
-        self._ran = self._left = False
+        self._state = threading.Lock()
+        self._ran = self._begun = self._left = False
 
     async def run(self, work: Callable[[], T]) -> T:
         """What `work` returns, in a thread, after what began before; once that has ended."""
@@ -38,8 +39,10 @@ class Turn:
             try:
                 if before is not None:
                     before.wait()
-                if self._left:
-                    raise ChainError("nobody waits for this step any more")
+                with self._state:
+                    if self._left:
+                        raise ChainError("nobody waits for this step any more")
+                    self._begun = True
                 return work()
             finally:
                 self._computed.set()
@@ -47,7 +50,10 @@ class Turn:
         try:
             result = await trio.to_thread.run_sync(in_order, abandon_on_cancel=True, limiter=self._turns.threads)
         except trio.Cancelled:
-            self._left = True
+            with self._state:
+                self._left = True
+                if not self._begun:  # its thread may never have started, and will compute nothing if it has
+                    self._computed.set()
             raise
         if before is not None:
             await before.ended.wait()
