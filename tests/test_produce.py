@@ -52,8 +52,10 @@ class LongWinded:
     def __init__(self) -> None:
         self.version = VERSION
         self.engine = "test"
-        self.ring = SimpleNamespace(lane_count=1, rows=0)
         self.asked = 0
+
+    def groups_at_once(self, group_size: int) -> int:
+        return 1
 
     async def generate(self, request: GroupRequest) -> tuple[Sample, ...]:
         self.asked += 1

@@ -5,36 +5,23 @@ whole: groups in flight raise ChainError, `failed` is set, and whoever opened th
 """
 
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import trio
 
+from echo_p2p.chain.answerer import ChainStatistics, GroupBounds, OnToken
 from echo_p2p.chain.group import GroupRequest
 from echo_p2p.chain.growth import Growth
 from echo_p2p.chain.head import RingHead
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainBroken
-from echo_p2p.chain.queue import OnToken
 from echo_p2p.chain.ring import Ring
 from echo_p2p.chain.server import ChainServer
 from echo_p2p.errors import ChainError, WeightsError
 from echo_protocols.hop import Prepare, Switch
 from echo_protocols.rollout import Sample
 from echo_protocols.values import PolicyVersion
-
-
-@dataclass(frozen=True, slots=True)
-class ChainStatistics:
-    """What a chain has made. `lanes` are those that grow; `busy_s` is time in the head's own stage."""
-
-    groups: int
-    tokens: int
-    steps: int
-    switches: int
-    lanes: int
-    busy_s: float
 
 
 def open_chain(ring: Ring, host: StageHost, server: ChainServer | None = None) -> "ChainDriver":
@@ -103,6 +90,16 @@ class ChainDriver:
             lanes=grown.lanes,
             busy_s=self.host.statistics.busy_s,
         )
+
+    @property
+    def bounds(self) -> GroupBounds:
+        """The largest group that `generate` takes."""
+        limits = self.host.limits
+        return GroupBounds(samples=min(self.ring.rows, limits.rows), positions=limits.positions)
+
+    def groups_at_once(self, group_size: int) -> int:
+        """One more for each lane than grow in it."""
+        return self.ring.lane_count * (1 + self.ring.rows // group_size)
 
     async def generate(self, request: GroupRequest, on_token: OnToken | None = None) -> tuple[Sample, ...]:
         """Answer one prompt; waits while there is no room. Never a part of a group; `on_token` hears it grow.

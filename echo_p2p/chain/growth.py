@@ -11,11 +11,12 @@ from itertools import count
 import numpy as np
 import trio
 
+from echo_p2p.chain.answerer import OnToken
 from echo_p2p.chain.group import Answers, Drawn, GroupRequest
 from echo_p2p.chain.head import RingHead
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainBroken
-from echo_p2p.chain.queue import Group, OnToken, Queue
+from echo_p2p.chain.queue import Group, Queue
 from echo_p2p.chain.ring import Ring
 from echo_p2p.chain.steps import Asked, Growing, Steps, Tokens
 from echo_p2p.errors import ChainError

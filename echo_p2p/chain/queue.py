@@ -5,16 +5,13 @@ lanes; answers begin in the order in which their prompts were read.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
 
+from echo_p2p.chain.answerer import OnToken
 from echo_p2p.chain.group import Answers, GroupRequest
 from echo_protocols.values import PolicyVersion
-
-OnToken = Callable[[int, int, PolicyVersion], None]
-"""Hears of each token as it is drawn: which sample, the token, the version. Must neither block nor raise."""
 
 
 @dataclass(slots=True, eq=False)

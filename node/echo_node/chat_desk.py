@@ -9,7 +9,7 @@ from typing import Any
 import trio
 
 from echo_node.chat_wire import Ask, Bounds, Fault, group_of, invalid
-from echo_p2p.chain.driver import ChainDriver
+from echo_p2p.chain.answerer import Answerer
 from echo_p2p.chain.group import GroupRequest
 from echo_p2p.errors import ModelError
 from echo_p2p.models import decode, encode_chat, load_tokenizer, longest_sequence
@@ -34,7 +34,7 @@ class Language:
 class Voice:
     """A chain that is open, and the tokenizer of its model, which is loaded when somebody first talks."""
 
-    def __init__(self, driver: ChainDriver, manifest: RunManifest, model_path: Path) -> None:
+    def __init__(self, driver: Answerer, manifest: RunManifest, model_path: Path) -> None:
         self.driver = driver
         self.manifest = manifest
         self._model_path = model_path
@@ -55,8 +55,8 @@ class Voice:
             prompt = await trio.to_thread.run_sync(encode_chat, language.tokenizer, ask.turns)
         except ModelError as error:
             return invalid(str(error))
-        limits, rows = self.driver.host.limits, self.driver.ring.rows
-        bounds = Bounds(samples=min(rows, limits.rows), positions=min(limits.positions, language.longest))
+        largest = self.driver.bounds
+        bounds = Bounds(samples=largest.samples, positions=min(largest.positions, language.longest))
         return group_of(ask, tuple(prompt), self.manifest, bounds)
 
     def _load(self) -> Language:

@@ -15,7 +15,7 @@ import trio
 from echo_node.feed import Feed
 from echo_node.places import write_whole
 from echo_node.prompts import Prompts
-from echo_p2p.chain.driver import ChainDriver
+from echo_p2p.chain.answerer import Answerer
 from echo_p2p.chain.group import GroupRequest
 from echo_p2p.errors import ChainError, EchoError, FrameTooLarge, NetError, StreamClosed, WeightsError
 from echo_p2p.net.base import GOSSIP_MAX_BYTES, Stream
@@ -72,7 +72,7 @@ class Head:
         presence: Presence,
         run: Run,
         prompts: Prompts,
-        driver: ChainDriver,
+        driver: Answerer,
         counter: Counter,
         store: Store,
     ) -> None:
@@ -121,12 +121,11 @@ class Head:
     async def push_for_ever(self, feed: Feed, replica: Replica, on_stall: Callable[[bool], None]) -> None:
         """Generate on all lanes while the lag allows it, a group more for each; switch as soon as a release is staged.
 
-        Goes idle when the chain fails: `ChainDriver.failed` says so.
+        Goes idle when the chain fails: `Answerer.failed` says so.
         """
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_switched, replica)
-            ring = self._driver.ring
-            for _ in range(ring.lane_count * (1 + ring.rows // self._run.manifest.group_size)):
+            for _ in range(self._driver.groups_at_once(self._run.manifest.group_size)):
                 nursery.start_soon(self._push, feed, on_stall)
 
     async def _keep_switched(self, replica: Replica) -> None:
