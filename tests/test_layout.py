@@ -29,7 +29,7 @@ HOMES = {
     "numba": {"echo_p2p.kernels"},
     "mlx": {"echo_p2p.chain.mlx_stage", "echo_p2p.chain.mlx_weights"},
     "mlx_lm": {"echo_p2p.chain.mlx_stage"},
-    "vllm": {"echo_p2p.chain.vllm_engine"},
+    "vllm": {"echo_p2p.chain.vllm_core", "echo_p2p.chain.vllm_sampler"},
     "verl": {"echo_p2p.rl.verl_trainer", "echo_p2p.rl.verl_worker", "echo_p2p.rl.verl_cpu", "echo_p2p.rl.verl_ray"},
     "ray": {"echo_p2p.rl.verl_ray"},
     "reasoning_gym": {"echo_p2p.rl.tasks"},
