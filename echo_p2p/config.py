@@ -83,8 +83,9 @@ class InferenceConfig(Struct, frozen=True, kw_only=True):
     """
 
     owner: str = ""
-    engine: Literal["auto", "torch", "mlx"] = "auto"
-    """What computes; `auto` takes mlx on Apple silicon for models that it computes as transformers does, else torch."""
+    engine: Literal["auto", "torch", "mlx", "vllm"] = "auto"
+    """What computes; `auto` takes mlx on Apple silicon, and vllm where an NVIDIA GPU holds the whole model, if they are
+    installed and prove on this model that they compute it rightly; else torch."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     max_layers: Annotated[int, Meta(ge=0)] = 0
     memory_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from click.testing import CliRunner
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo_node.cli import main
-from echo_p2p.chain.engines import Device, Engine, Machine, engines_to_try, load_engine
+from echo_p2p.chain.engines import Device, Engine, Machine, engines_to_try, load_engine, takes_vllm, vllm_device
 from echo_p2p.errors import ConfigError, ModelError
 from echo_protocols.values import Span
 
 MAC, BARE_MAC = Machine(apple_silicon=True, mlx_installed=True), Machine(apple_silicon=True, mlx_installed=False)
 PC, BARE_PC = Machine(apple_silicon=False, mlx_installed=True), Machine(apple_silicon=False, mlx_installed=False)
+GPU = Machine(apple_silicon=False, mlx_installed=False, vllm_installed=True, cuda=True)
 PEER = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWNTXdxNUAjRhGCe1UBFSd2HYpfhAnG5BKCUZwW8AAvXvh"
 SPAN = Span(start=0, end=2, layers=2)
 
@@ -50,6 +52,31 @@ def test_the_choice(engine: Engine, device: Device, machine: Machine, names: tup
     assert engines_to_try(engine, device, machine) == names
 
 
+@pytest.mark.parametrize(
+    ("engine", "device", "machine", "taken"),
+    [
+        ("auto", "auto", GPU, True),
+        ("auto", "cuda", GPU, True),
+        ("auto", "cpu", GPU, False),
+        ("auto", "auto", replace(GPU, cuda=False), False),
+        ("auto", "cuda", replace(GPU, vllm_installed=False), False),
+        ("torch", "cuda", GPU, False),
+        ("vllm", "cpu", replace(GPU, cuda=False), True),
+    ],
+)
+def test_vllm_takes_whole_models_on_a_gpu_or_by_name(
+    engine: Engine, device: Device, machine: Machine, taken: bool
+) -> None:
+    assert takes_vllm(engine, device, machine, SPAN) == taken
+    assert not takes_vllm(engine, device, machine, Span(start=0, end=1, layers=2))
+    assert engines_to_try(engine, device, machine) == ("torch",)  # for part of a model
+
+
+def test_vllm_computes_where_the_machine_and_the_user_say() -> None:
+    assert vllm_device("auto", GPU) == vllm_device("cuda", BARE_PC) == "cuda"
+    assert vllm_device("auto", PC) == vllm_device("cpu", GPU) == "cpu"
+
+
 def test_auto_always_ends_with_torch() -> None:
     devices: tuple[Device, ...] = ("auto", "cpu", "cuda", "mps")
     for device, machine in product(devices, (MAC, BARE_MAC, PC, BARE_PC)):
@@ -64,6 +91,10 @@ def test_an_engine_that_can_not_be_had_is_said_with_the_cure() -> None:
     ]:
         with pytest.raises(ConfigError, match=cure):
             engines_to_try("mlx", device, machine)
+    with pytest.raises(ConfigError, match=r"pip install 'echo-p2p\[vllm\]'"):
+        engines_to_try("vllm", "auto", PC)
+    with pytest.raises(ConfigError, match="--engine mlx or torch"):
+        engines_to_try("vllm", "mps", replace(MAC, vllm_installed=True))
 
 
 def test_asking_loads_no_engine() -> None:
@@ -81,7 +112,7 @@ def test_asking_loads_no_engine() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--engine", "vlm"], "`inference.engine`: Invalid enum value 'vlm'. Choose auto, torch or mlx."),
+        (["--engine", "vlm"], "`inference.engine`: Invalid enum value 'vlm'. Choose auto, torch, mlx or vllm."),
         (["--set", "inference.engine=9"], "`inference.engine`"),
         (["--set", "inference.device=gpu"], "Choose auto, cpu, cuda or mps."),
         (["--engine", "mlx", "--set", "inference.device=cuda"], "--engine mlx"),

@@ -18,7 +18,7 @@ from echo_protocols.values import Span
 
 log = logging.getLogger(__name__)
 
-Engine = Literal["auto", "torch", "mlx"]
+Engine = Literal["auto", "torch", "mlx", "vllm"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
 
@@ -28,6 +28,8 @@ class Machine:
 
     apple_silicon: bool
     mlx_installed: bool
+    vllm_installed: bool = False
+    cuda: bool = False
 
 
 def this_machine() -> Machine:
@@ -35,13 +37,29 @@ def this_machine() -> Machine:
     return Machine(
         apple_silicon=sys.platform == "darwin" and platform.machine() == "arm64",
         mlx_installed=all(find_spec(package) is not None for package in ("mlx", "mlx_lm")),
+        vllm_installed=find_spec("vllm") is not None,
+        cuda=Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists(),  # Linux, and Linux inside Windows
     )
 
 
-def engines_to_try(engine: Engine, device: Device, machine: Machine) -> tuple[Engine, ...]:
-    """The engines to load, best first; the later ones are for models that the first can't compute.
+def takes_vllm(engine: Engine, device: Device, machine: Machine, span: Span) -> bool:
+    """Whether vLLM answers by itself: a whole model on an NVIDIA GPU, or wherever it is asked for by name."""
+    if not (span.first and span.last):
+        return False
+    wanted = device == "cuda" or (device == "auto" and machine.cuda)
+    return engine == "vllm" or (engine == "auto" and machine.vllm_installed and wanted)
 
-    Raises ConfigError if what is asked for can't be had on any model.
+
+def vllm_device(device: Device, machine: Machine) -> Literal["cpu", "cuda"]:
+    """Where vLLM computes."""
+    return "cuda" if device == "cuda" or (device == "auto" and machine.cuda) else "cpu"
+
+
+def engines_to_try(engine: Engine, device: Device, machine: Machine) -> tuple[Engine, ...]:
+    """The engines of a stage, best first; the later ones are for models that the first can't compute.
+
+    vLLM is none of them: it takes whole models only, and torch computes a part. Raises ConfigError if what is asked
+    for can't be had on any model.
     """
     if engine == "auto":
         fast = machine.apple_silicon and machine.mlx_installed and device in ("auto", "mps")
@@ -51,7 +69,14 @@ def engines_to_try(engine: Engine, device: Device, machine: Machine) -> tuple[En
         raise ConfigError(f"--engine mlx needs mlx-lm: run pip install '{package}', or choose --engine torch.")
     if engine == "mlx" and device == "cuda":
         raise ConfigError("--engine mlx does not compute on inference.device='cuda': choose --engine torch.")
-    return (engine,)
+    if engine == "vllm" and not machine.vllm_installed:
+        raise ConfigError(
+            "--engine vllm needs vllm: run pip install 'echo-p2p[vllm]' where there is no trainer (make env-vllm), "
+            "or choose --engine torch."
+        )
+    if engine == "vllm" and device == "mps":
+        raise ConfigError("--engine vllm does not compute on inference.device='mps': choose --engine mlx or torch.")
+    return ("torch",) if engine == "vllm" else (engine,)
 
 
 def load_engine(

@@ -197,9 +197,13 @@ class _KvLayer(CacheLayerMixin):  # type: ignore[misc]
         """Tokens of the longest row."""
         return self.length
 
-    def get_max_cache_shape(self) -> int:
+    def get_max_length(self) -> int:
         """The window; -1 without one."""
         return -1 if self.window is None else self.window
+
+    def get_max_cache_shape(self) -> int:
+        """Its name before transformers 5.12."""
+        return self.get_max_length()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Buffers for what is given."""

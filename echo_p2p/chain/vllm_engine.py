@@ -7,18 +7,27 @@ version, and no more asked for than there is room for, so that vLLM never drops 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
 import trio
 
 from echo_p2p.chain.answerer import ChainStatistics, GroupBounds, OnToken
 from echo_p2p.chain.group import Answers, GroupRequest
+from echo_p2p.chain.shape import span_bytes
 from echo_p2p.chain.vllm_process import EngineProcess
-from echo_p2p.chain.vllm_wire import Ask, Drawn, Drop
-from echo_p2p.errors import ChainError, EchoError, WeightsError
+from echo_p2p.chain.vllm_wire import Ask, Drawn, Drop, Load
+from echo_p2p.chain.workload import cache_bytes, longest_sequence
+from echo_p2p.errors import ChainError, EchoError, ModelError, WeightsError
 from echo_p2p.tensors import TensorUpdate
 from echo_protocols.rollout import Sample
-from echo_protocols.values import PolicyVersion
+from echo_protocols.values import PolicyVersion, Span
+
+POSITIONS = 8192
+"""Of the longest answer that is taken, where there is memory."""
+
+BLOCK = 128
+"""Positions of a block on a CPU."""
 
 
 class Changing(Protocol):
@@ -176,6 +185,36 @@ class VllmEngine:
             group.answers.take(sample, token, logprob, drawn.version)
             if group.answers.finished:
                 group.ended.set()
+
+
+def load_for(
+    model_path: Path, span: Span, *, device: str, rows: int, positions: int, memory_bytes: int, memory_share: float
+) -> Load:
+    """What to ask a process for: `rows` answers at a time, as long as the memory lets the longest one be.
+
+    On a CPU `memory_bytes` are for weights, keys and values together. Raises ModelError if `positions` don't fit.
+    """
+    longest = min(longest_sequence(model_path), max(positions, POSITIONS))
+    kv_bytes = 0
+    if device == "cpu":
+        left = memory_bytes - span_bytes(model_path, span)
+        room = max(0, left) // cache_bytes(model_path, span, 1, 4)
+        longest = min(longest, room // BLOCK * BLOCK)
+        if longest < min(positions, longest_sequence(model_path)):
+            raise ModelError(
+                f"{memory_bytes >> 20} MiB hold the weights of {model_path.name} and {longest} positions of an answer, "
+                f"which may have {positions}: free memory, or raise inference.memory_share"
+            )
+        wanted = (rows + 1) * -(-longest // BLOCK) * BLOCK
+        kv_bytes = cache_bytes(model_path, span, min(room, wanted), 4)
+    return Load(
+        model=str(model_path),
+        device=device,
+        rows=rows,
+        positions=longest,
+        kv_bytes=kv_bytes,
+        memory_share=memory_share,
+    )
 
 
 class Room:

@@ -46,6 +46,17 @@ def cache_room(model_path: Path, span: Span, memory_bytes: int, value_bytes: int
     return memory_bytes // (kv_values * value_bytes * len(span))
 
 
+def cache_bytes(model_path: Path, span: Span, positions: int, value_bytes: int) -> int:
+    """Memory that the keys and values of so many positions take in the layers of a span."""
+    kv_values, _ = _cache_figures(model_path, model_shape(model_path).hidden)
+    return positions * kv_values * value_bytes * len(span)
+
+
+def longest_sequence(model_path: Path) -> int:
+    """Positions of the longest sequence that the model takes, by its configuration."""
+    return _cache_figures(model_path, 1)[1]
+
+
 def _cache_figures(model_path: Path, hidden: int) -> tuple[int, int]:
     """Values of one token's keys and values in a layer, and the model's longest sequence; by the usual names."""
     config: dict[str, Any] = json.loads((model_path / "config.json").read_text())

@@ -130,8 +130,8 @@ def bootstrap(ctx: click.Context, /, **flags: Any) -> None:
 @_option("--max-layers", type=int, help="Inference: serve at most so many layers.  [default: what fits]")
 @_option(
     "--engine",
-    metavar="[auto|torch|mlx]",
-    help="Inference: what computes. auto: mlx on Apple silicon for models that pass its self-check, else torch.",
+    metavar="[auto|torch|mlx|vllm]",
+    help="Inference: what computes. auto: mlx on Apple silicon, vllm for whole models on a GPU, else torch.",
 )
 @_option("--owner", help="Inference: only serve runs of this PeerID.  [default: the oldest run that is found]")
 @_option("--slowdown", type=float, help="Inference: seconds to wait after each decode step, for experiments.")

@@ -22,13 +22,17 @@ from echo_node.feed import Feed
 from echo_node.produce import Counter, Head
 from echo_node.prompts import Prompts
 from echo_node.state import InferenceView
+from echo_node.whole import load_of, open_whole
+from echo_p2p.chain.answerer import Answerer, ChainStatistics
 from echo_p2p.chain.driver import open_chain
-from echo_p2p.chain.engines import load_engine
+from echo_p2p.chain.engines import load_engine, takes_vllm, this_machine
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainLimits
 from echo_p2p.chain.ring import Ring, opening_fault
 from echo_p2p.chain.server import ChainServer
 from echo_p2p.chain.stage import Stage
+from echo_p2p.chain.vllm_engine import VllmEngine
+from echo_p2p.chain.vllm_process import open_process
 from echo_p2p.chain.workload import PROMPT_POSITIONS, cache_room
 from echo_p2p.errors import ChainError, ModelError
 from echo_p2p.swarm import Run
@@ -105,22 +109,24 @@ class Service:
         self._counter = counter
         self._view = InferenceView(activity="waiting")
         self._host: StageHost | None = None
+        self._engine: VllmEngine | None = None
         self._refused_before: Tally[str] = Tally()
         self._groups = 0
         self._rate = _Rate()
 
     def view(self) -> InferenceView:
         """What the state document says of the serving."""
-        host = self._host
-        if host is None:
+        serving = self._engine or self._host
+        if serving is None:
             return self._view
-        statistics = host.statistics
-        self._rate.note(statistics.rows)
+        statistics = serving.statistics
+        tokens = statistics.tokens if isinstance(statistics, ChainStatistics) else statistics.rows
+        self._rate.note(tokens)
         return msgspec.structs.replace(
             self._view,
-            version=str(host.version),
+            version=str(serving.version),
             groups=self._groups,
-            tokens=statistics.rows,
+            tokens=tokens,
             tokens_per_s=self._rate.per_s,
             switches=statistics.switches,
         )
@@ -128,7 +134,8 @@ class Service:
     def figures(self) -> dict[str, object]:
         """What the role record says of the serving."""
         view = self.view()
-        return {"version": self._host.version if self._host else None, "tokens_per_s": view.tokens_per_s}
+        serving = self._engine or self._host
+        return {"version": serving.version if serving else None, "tokens_per_s": view.tokens_per_s}
 
     def refused(self) -> Mapping[str, int]:
         """What streams of chains were refused for, since this node began to serve."""
@@ -139,8 +146,16 @@ class Service:
         head = assignment.chain[0].span == assignment.span
         peers = tuple(stop.peer for stop in assignment.chain)
         self._refused_before = Tally(self.refused())
-        self._host, self._rate = None, _Rate()
+        self._host, self._engine, self._rate = None, None, _Rate()
         self._view = InferenceView(span=str(assignment.span), chain=peers, head=head, activity="fetching")
+        config = self._board.config.inference
+        if takes_vllm(config.engine, config.device, this_machine(), assignment.span):
+            try:
+                return await self._serve_whole(assignment.span)
+            except ModelError as error:
+                if config.engine == "vllm":
+                    raise
+                log.warning("%s; taking torch instead", error)
         stage = await self._load(assignment.span)
         initial = await trio.to_thread.run_sync(stage.tensors)
         replica = Replica(initial, self._store)
@@ -156,6 +171,21 @@ class Service:
             self._view = msgspec.structs.replace(self._view, activity="serving")
             if head:
                 await self._drive(assignment, server, replica)
+
+    async def _serve_whole(self, span: Span) -> None:
+        """As `serve`, with vLLM in a process of its own. Raises ModelError if it can't hold the model, ChainError."""
+        config, model_path = self._board.config.inference, self._prompts.model_path
+        load = await trio.to_thread.run_sync(load_of, config, self._run.manifest, model_path, span)
+        async with open_process(load) as process:
+            replica = Replica(await trio.to_thread.run_sync(process.tensors), self._store)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._feed.keep_staged, replica)
+                engine = await open_whole(process, load, replica)
+                log.info("serving %s at version %s with %s", self._run.manifest.model, engine.version, engine.engine)
+                self._engine = engine
+                await self._answer(engine, replica)
+                nursery.cancel_scope.cancel()
+            raise engine.fault or ChainError("the vllm engine was closed")
 
     async def _load(self, span: Span) -> Stage:
         config = self._board.config.inference
@@ -203,13 +233,17 @@ class Service:
             try:
                 async with open_chain(ring, self._host, server) as driver:
                     log.info("chain of %d is open", len(assignment.chain))
-                    head = Head(self._presence, self._run, self._prompts, driver, self._counter, self._store)
-                    with self._board.desk.lend(Voice(driver, manifest, self._prompts.model_path)):
-                        await self._work(head, driver.failed, replica)
+                    await self._answer(driver, replica)
                     log.warning("%s; opening it again", driver.fault)
             except ChainError as error:
                 log.warning("%s; trying again in %.0f s", error, _REOPEN_S)
             await trio.sleep(_REOPEN_S)
+
+    async def _answer(self, answerer: Answerer, replica: Replica) -> None:
+        """Make groups, and take chats, until it fails."""
+        head = Head(self._presence, self._run, self._prompts, answerer, self._counter, self._store)
+        with self._board.desk.lend(Voice(answerer, self._run.manifest, self._prompts.model_path)):
+            await self._work(head, answerer.failed, replica)
 
     async def _work(self, head: Head, failed: trio.Event, replica: Replica) -> None:
         """Make groups until the chain fails."""
