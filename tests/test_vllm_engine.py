@@ -273,7 +273,7 @@ def test_patched_in_place_it_is_the_engine_that_the_new_weights_would_have_loade
         for ours, theirs in zip(after, fresh, strict=True):
             for a, b in zip(ours, theirs, strict=True):
                 assert a.tokens == b.tokens
-                assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)  # sums are in another order in other batches
+                assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)  # sums are in another order in other batches
 
     trio.run(main)
 
