@@ -39,7 +39,7 @@ test-network: env
 	$(BIN)/pytest -m network -rs $(ARGS)
 
 test-vllm: env-vllm
-	.venv-vllm/bin/pytest -m vllm -rs tests/test_vllm_engine.py $(ARGS)
+	.venv-vllm/bin/pytest -m vllm -rs tests/test_vllm_engine.py tests/test_vllm_peer.py $(ARGS)
 
 test-fast: env
 	$(BIN)/pytest -m 'not slow and not network' $(ARGS)

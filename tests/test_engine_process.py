@@ -343,6 +343,28 @@ def test_an_engine_that_does_not_load_says_whether_another_try_would_help(error:
     trio.run(main)
 
 
+def test_one_that_is_cancelled_ends_its_process_before_it_leaves() -> None:
+    async def main() -> None:
+        stopped = threading.Event()
+
+        def start(end: socket.socket) -> Callable[[], None]:
+            join = start_thread(lambda _: MemoryCore(stage()))(end)
+
+            def stop() -> None:
+                join()
+                stopped.set()
+
+            return stop
+
+        with trio.CancelScope() as scope:
+            async with open_process(LOAD, start):
+                scope.cancel()
+                await trio.sleep_forever()
+        assert stopped.is_set()
+
+    trio.run(main)
+
+
 def test_the_caller_s_own_exception_is_not_wrapped() -> None:
     async def main() -> None:
         with pytest.raises(KeyError):

@@ -217,7 +217,9 @@ async def open_process(
         yield process
     finally:
         process.fail("it was closed")
-        await stack.aclose()
-        process.close()
-        with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(stop)
+        try:
+            await stack.aclose()
+        finally:  # also when it is cancelled there
+            process.close()
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(stop)
