@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,12 +20,15 @@ from echo_p2p.chain.memory_core import MemoryCore, start_thread
 from echo_p2p.chain.memory_stage import MemoryStage, MemoryWeights
 from echo_p2p.chain.ring import Ring
 from echo_p2p.chain.sampler import draw
+from echo_p2p.chain.shape import span_bytes
 from echo_p2p.chain.stage import TensorUpdate
-from echo_p2p.chain.vllm_engine import Releases, Room, VllmEngine
+from echo_p2p.chain.vllm_engine import Releases, Room, VllmEngine, load_for
 from echo_p2p.chain.vllm_loop import Core
 from echo_p2p.chain.vllm_process import open_process
 from echo_p2p.chain.vllm_wire import Apply, Done, Load, NodePipe, Ready, WorkerPipe, apply_message, updates_of
+from echo_p2p.chain.workload import cache_bytes
 from echo_p2p.errors import ChainError, ModelError, WeightsError
+from echo_p2p.models import resolve_model
 from echo_p2p.weights.codec import content_hash
 from echo_protocols.peer import Stop
 from echo_protocols.rollout import Sample
@@ -341,6 +345,34 @@ def test_an_engine_that_does_not_load_says_whether_another_try_would_help(error:
                 raise AssertionError("it is not to be had")
 
     trio.run(main)
+
+
+def test_one_that_dies_while_it_loads_is_not_tried_again() -> None:
+    def start(end: socket.socket) -> Callable[[], None]:
+        own = end.dup()
+        own.shutdown(socket.SHUT_RDWR)
+        return own.close
+
+    async def main() -> None:
+        with pytest.raises(ModelError, match="or choose --engine torch"):
+            async with open_process(LOAD, start):
+                raise AssertionError("it is not to be had")
+
+    trio.run(main)
+
+
+def test_what_a_process_is_asked_for_is_what_the_memory_holds() -> None:
+    tiny = resolve_model("tiny")
+    span = Span(start=0, end=4, layers=4)
+    ask = partial(load_for, tiny, span, device="cpu", rows=16, memory_share=0.5)
+    ample = ask(positions=200, memory_bytes=1 << 30)
+    assert (ample.rows, ample.positions) == (16, 512)  # the model's longest
+    assert ample.kv_bytes == cache_bytes(tiny, span, 17 * 512, 4)
+    least = span_bytes(tiny, span) + cache_bytes(tiny, span, 256, 4)
+    assert ask(positions=200, memory_bytes=least).positions == 256
+    with pytest.raises(ModelError, match=r"inference\.memory_share"):
+        ask(positions=200, memory_bytes=least - cache_bytes(tiny, span, 128, 4))
+    assert load_for(tiny, span, device="cuda", rows=16, positions=200, memory_bytes=0, memory_share=0.9).kv_bytes == 0
 
 
 def test_one_that_is_cancelled_ends_its_process_before_it_leaves() -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 import trio
@@ -188,6 +189,7 @@ def test_asynchronously_it_publishes_groups_of_each_release(tmp_path: Path) -> N
                 assert scene.desk.voice is not None
                 nursery.cancel_scope.cancel()
         assert scene.desk.voice is None
+        assert not psutil.Process().children()
 
     trio.run(main)
 

@@ -60,8 +60,9 @@ class VllmCore:
     @property
     def blocks(self) -> tuple[int, int]:
         """How many blocks of keys and values there are, and positions of each."""
-        cache = self._vllm.vllm_config.cache_config
-        return int(cache.num_gpu_blocks) - 1, int(cache.block_size)  # the first one is vLLM's own
+        cache, groups = self._vllm.vllm_config.cache_config, len(self._runner.kv_cache_config.kv_cache_groups)
+        # The first one is vLLM's own; layers of several kinds take a block each.
+        return (int(cache.num_gpu_blocks) - 1) // max(1, groups), int(cache.block_size)
 
     @property
     def busy(self) -> bool:
@@ -201,10 +202,11 @@ def load_core(load: Load, sampler: type[PublicSampler] = PublicSampler) -> VllmC
     except (ValueError, RuntimeError, OSError, KeyError, TypeError, NotImplementedError) as error:  # of the vendor
         raise ModelError(f"vllm can't hold {load.model} ({error}): choose --engine torch") from error
     runner = runner_of(engine)
-    weights = whole_weights(runner.model, getattr(runner.model, "packed_modules_mapping", {}), Path(load.model))
+    model = runner.get_model()
+    weights = whole_weights(model, getattr(model, "packed_modules_mapping", {}), Path(load.model))
     name = f"vllm-{vllm.__version__.split('+')[0]}-{load.device}-{arguments.dtype}"
     core = VllmCore(engine, weights, name, sampler)
-    prove(core, vocabulary=runner.model.config.vocab_size, tolerance=1e-3 if cpu else 0.1)
+    prove(core, vocabulary=engine.model_config.get_vocab_size(), tolerance=1e-3 if cpu else 0.1)
     return core
 
 

@@ -150,7 +150,9 @@ class EngineProcess:
         except trio.TooSlowError:
             raise ChainError(f"the vllm engine did not load {load.model} in {LOAD_TIMEOUT_S:g} s") from None
         except (EOFError, OSError, trio.BrokenResourceError) as error:
-            raise ChainError(f"the vllm engine ended while it loaded {load.model}: see its log above") from error
+            raise ModelError(
+                f"the vllm engine ended while it loaded {load.model}: its log above says why; or choose --engine torch"
+            ) from error
         if isinstance(message, Failed):
             raise ModelError(message.text) if message.unfit else ChainError(f"vllm failed: {message.text}")
         assert isinstance(message, Ready)
