@@ -83,14 +83,25 @@ def _truncates(sampling: Sampling, vocabulary: int) -> bool:
 
 def _truncated(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Scores with -inf for what top-k, then top-p leave out; among equals the lower id goes first."""
-    vocabulary, device = scores.shape[1], scores.device
-    most = [min(sampling.top_k or vocabulary, vocabulary) for sampling in samplings]
-    shares = torch.tensor([sampling.top_p for sampling in samplings], dtype=torch.float64, device=device)[:, None]
-    ranked, order = scores.sort(dim=1, descending=True, stable=True)
-    places = torch.arange(vocabulary, device=device)
-    kept = places < torch.tensor(most, device=device)[:, None]
+    vocabulary = scores.shape[1]
+    most = torch.tensor([min(each.top_k or vocabulary, vocabulary) for each in samplings], device=scores.device)[
+        :, None
+    ]
+    shares = torch.tensor([each.top_p for each in samplings], dtype=torch.float64, device=scores.device)[:, None]
+    total = scores.exp().sum(1, keepdim=True)
+    # Tokens under this floor add up to less than what top-p leaves out, so it keeps none of them.
+    floor = (0.5 * (1.0 - shares) * total / vocabulary).log()
+    if (largest := max(each.top_k if each.top_k < vocabulary else 0 for each in samplings)) > 0:
+        last = scores.topk(largest, 1).values.gather(1, most.clamp(max=largest) - 1)
+        floor = torch.where(most < vocabulary, last, floor)
+    rough = scores >= floor
+    ids = scores.topk(int(rough.sum(1).max()), 1).indices.sort(1).values  # (rows, those that may be kept)
+    ranked, order = scores.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    kept = torch.arange(ids.shape[1], device=scores.device) < most
     mass = (ranked.exp() * kept).cumsum(1)
+    total = torch.where(most < vocabulary, mass[:, -1:], total)
     before = mass.roll(1, 1)
     before[:, 0] = -1.0  # the first is always kept
-    kept &= (before < shares * mass[:, -1:]) | (shares >= 1.0)
-    return scores.masked_fill(~torch.zeros_like(kept).scatter(1, order, kept), -torch.inf)
+    kept &= (before < shares * total) | (shares >= 1.0)
+    left = torch.zeros_like(rough).scatter(1, ids.gather(1, order), kept)
+    return scores.masked_fill(~left, -torch.inf)
