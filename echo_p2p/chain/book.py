@@ -32,7 +32,7 @@ class Row:
     order: BeginPrompt
     sample: int
     position: int
-    drawn: int = 0
+    drawn: int
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Book:
         order = prompt.order
         if len(samples) != len(frame.rows) or len(frame.samples) != len(frame.rows) or samples & prompt.samples:
             raise broken("bad-rows", "rows join that are no samples of their own", self._peer)
-        if not prompt.read or max(samples) >= order.samples or prompt.read >= order.positions:
+        if max(samples) >= order.samples or not order.drawn < prompt.read < order.positions:
             raise broken("bad-rows", "rows join that their prompt has not", self._peer)
         return prompt, lane
 
@@ -109,7 +109,7 @@ class Book:
         lane.step += 1
         prompt.samples.update(frame.samples)
         for row, sample in zip(frame.rows, frame.samples, strict=True):
-            lane.rows[row] = Row(prompt.order, sample, prompt.read)
+            lane.rows[row] = Row(prompt.order, sample, prompt.read, prompt.order.drawn)
 
     def decode(self, number: int, step: int, rows: Sequence[int], positions: Sequence[int], length: int) -> Lane:
         """One more token of some rows of a lane; the others leave. Raises ChainBroken."""

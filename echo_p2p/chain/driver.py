@@ -11,7 +11,7 @@ from typing import Self
 
 import trio
 
-from echo_p2p.chain.group import GroupRequest
+from echo_p2p.chain.group import GroupRequest, SoFar
 from echo_p2p.chain.growth import Growth
 from echo_p2p.chain.head import RingHead
 from echo_p2p.chain.host import StageHost
@@ -104,12 +104,17 @@ class ChainDriver:
             busy_s=self.host.statistics.busy_s,
         )
 
-    async def generate(self, request: GroupRequest, on_token: OnToken | None = None) -> tuple[Sample, ...]:
+    async def generate(
+        self, request: GroupRequest, on_token: OnToken | None = None, so_far: SoFar | None = None
+    ) -> tuple[Sample, ...]:
         """Answer one prompt; waits while there is no room. Never a part of a group; `on_token` hears it grow.
 
-        Raises ChainError, also for a request that this ring could never hold.
+        Raises GroupBroken when the chain fails; its `so_far`, given here to the driver of another ring, spares what
+        was drawn: the answers come out as if the first ring had gone on. Raises ChainError for a request, or a so_far,
+        that this ring can't serve: one that it could never hold; tokens of a newer version than it has, or in an
+        exclusive ring of any other.
         """
-        return await self._growth.answer(request, on_token)
+        return await self._growth.answer(request, on_token, so_far)
 
     async def switch(self, version: PolicyVersion, timeout_s: float) -> None:
         """Stage `version` at every stop, then have all later steps computed by it.

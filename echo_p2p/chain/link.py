@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import trio
 
+from echo_p2p.chain.group import SoFar
 from echo_p2p.errors import ChainError, NetError
 from echo_p2p.net.base import Stream
 from echo_protocols.hop import BadFrame, Failure, Frame, decode, encode
@@ -31,6 +32,14 @@ class ChainBroken(ChainError):
         words = f"the chain ended{place} ({failure.reason}): {failure.text or 'no further word'}"
         super().__init__("".join(letter if letter.isprintable() else "?" for letter in words))
         self.failure = failure
+
+
+class GroupBroken(ChainBroken):
+    """A chain ended with a group under way; `so_far` is what another ring can go on with."""
+
+    def __init__(self, failure: Failure, so_far: SoFar) -> None:
+        super().__init__(failure)
+        self.so_far = so_far
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,8 @@ class Open(Struct, frozen=True, kw_only=True, array_like=True):
 class BeginPrompt(Struct, frozen=True, kw_only=True, array_like=True):
     """A lane of one row that is to read a prompt, which `samples` answers of at most `positions` tokens grow from.
 
-    `positions` counts the prompt's too. The rest is what draws their tokens.
+    `positions` counts the prompt's too. The last `drawn` tokens of the prompt are the first ones of an answer that
+    another ring began: the next is drawn as its token number `drawn`. The rest is what draws their tokens.
     """
 
     lane: Number
@@ -80,6 +81,7 @@ class BeginPrompt(Struct, frozen=True, kw_only=True, array_like=True):
     sampling: Sampling
     samples: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
     positions: Annotated[int, Meta(ge=1, le=MAX_LENGTH)]
+    drawn: Annotated[int, Meta(ge=0, lt=MAX_LENGTH)] = 0
 
 
 class Join(Struct, frozen=True, kw_only=True, array_like=True):
