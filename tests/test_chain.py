@@ -585,8 +585,9 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
         )
         return b"".join(encode(CHAIN, msgspec.structs.replace(step, **changes)))
 
-    def begin(samples: int = 2, positions: int = 4) -> bytes:
-        return b"".join(encode(CHAIN, begin_order(samples, positions)))
+    def begin(samples: int = 2, positions: int = 4, drawn: int = 0) -> bytes:
+        order = msgspec.structs.replace(begin_order(samples, positions), drawn=drawn)
+        return b"".join(encode(CHAIN, order))
 
     def join(
         rows: tuple[int, ...] = (0, 1),
@@ -628,6 +629,7 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
         "a prompt goes on after answers began": ("bad-rows", [first, *lane, frame(step=1, positions=[1])]),
         "join without a prompt": ("bad-lane", [first, join()]),
         "join before anything was read": ("bad-rows", [first, begin(), join()]),
+        "more was drawn than read": ("bad-rows", [first, begin(drawn=1), frame(), join()]),
         "join at another step": ("bad-rows", [first, *read, join(step=1)]),
         "join a prompt": ("bad-lane", [first, *read, join(lane=1)]),
         "same row joins": ("bad-rows", [first, *read, join(rows=(1, 1))]),

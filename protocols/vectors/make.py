@@ -248,7 +248,7 @@ def policy_vectors() -> object:
 
 
 def hop_vectors() -> object:
-    """One frame of each kind, and a forward in bf16."""
+    """One frame of each kind, a forward in bf16, and the prompt of an answer that goes on."""
     two_rows, floats = bytes([0, 0, 0, 0, 1, 0, 0, 0]), bytes(range(32))
     begin = hop.BeginPrompt(
         lane=3,
@@ -273,6 +273,7 @@ def hop_vectors() -> object:
             ragged=(True,),
         ),
         begin,
+        msgspec.structs.replace(begin, drawn=5),
         hop.EndLane(lane=3),
         hop.Prepare(version=_V1, timeout_s=60.0),
         hop.Switch(version=_V1),
