@@ -442,7 +442,7 @@ def test_a_silent_peer_ends_a_group_within_the_deadline() -> None:
             async with trio.open_nursery() as nursery:
                 await nursery.start(peers.network.node(PEERS[1]).serve, names.HOP, false_last_stage(peers))
                 async with peers.open() as driver:
-                    assert await failures(driver, request()) == [("silent", None)]
+                    assert await failures(driver, request()) == [("silent", PEERS[1])]
                 nursery.cancel_scope.cancel()
 
     with_deadline(main)

@@ -46,7 +46,8 @@ class GroupBroken(ChainBroken):
 class ChainLimits:
     """Bounds of what a peer holds for a chain, and how long it waits for its neighbours.
 
-    `rows` of a lane, `positions` of a row; `room` is of all positions of all rows together.
+    `rows` of a lane, `positions` of a row; `room` is of all positions of all rows together. A stage has `hop_timeout_s`
+    for a step, a ring that for each stop; once the usual times are known, some times these, and at least `patience_s`.
     """
 
     lanes: int = 64
@@ -55,6 +56,7 @@ class ChainLimits:
     room: int = 2**20
     open_timeout_s: float = 15.0
     hop_timeout_s: float = 30.0
+    patience_s: float = 2.5
     beat_s: float = 10.0
     idle_timeout_s: float = 60.0
 
