@@ -599,6 +599,7 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
     ) -> bytes:
         return b"".join(encode(CHAIN, Join(lane=lane, prompt=prompt, step=step, rows=rows, samples=samples)))
 
+    longer = np.ones((1, 2, 16), "<f4").tobytes()
     read = [begin(), frame()]
     lane = [*read, join()]
     full = [begin(samples=16), frame(), join(tuple(range(16)), tuple(range(16)))]
@@ -625,7 +626,7 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
         "two rows of a prompt": ("bad-rows", [first, begin(), frame(rows=[0, 1])]),
         "position of a prompt": ("bad-rows", [first, begin(), frame(positions=[1])]),
         "step of a prompt": ("bad-rows", [first, begin(), frame(step=1)]),
-        "too long a prompt": ("bad-rows", [first, begin(positions=1), frame(length=2, width=8)]),
+        "too long a prompt": ("bad-rows", [first, begin(positions=1), frame(length=2, payload=longer)]),
         "a prompt goes on after answers began": ("bad-rows", [first, *lane, frame(step=1, positions=[1])]),
         "join without a prompt": ("bad-lane", [first, join()]),
         "join before anything was read": ("bad-rows", [first, begin(), join()]),
@@ -644,7 +645,7 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
         "negative row": ("bad-rows", [first, *lane, frame(lane=2, rows=[-1, 1], positions=[1, 1], step=1)]),
         "position": ("bad-rows", [first, *lane, frame(lane=2, rows=[0, 1], positions=[1, 2], step=1)]),
         "step": ("bad-rows", [first, *lane, frame(lane=2, rows=[0, 1], positions=[1, 1], step=2)]),
-        "two tokens": ("bad-rows", [first, *lane, frame(lane=2, positions=[1], step=1, length=2, width=8)]),
+        "two tokens": ("bad-rows", [first, *lane, frame(lane=2, positions=[1], step=1, length=2, payload=longer)]),
         "a row that left": (
             "bad-rows",
             [first, *lane, frame(lane=2, positions=[1], step=1), frame(lane=2, rows=[1], positions=[1], step=2)],
@@ -654,8 +655,13 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
             [first, *lane, *(frame(lane=2, positions=[at], step=at) for at in range(1, 5))],
         ),
         "version": ("version", [first, begin(), frame(version=V9)]),
-        "width": ("engine", [first, begin(), frame(width=8, payload=bytes(32))]),
+        "width": ("bad-frame", [first, begin(), frame(width=8, payload=bytes(32))]),
+        "no number": ("garbage", [first, begin(), frame(payload=np.full(16, np.nan, "<f4").tobytes())]),
+        "too large a number": ("garbage", [first, begin(), frame(payload=np.full(16, np.inf, "<f4").tobytes())]),
     }
+
+
+BLAMES_THE_PREDECESSOR = {"bad-frame", "wrong-chain", "bad-lane", "bad-rows", "garbage"}
 
 
 async def wait_for_end(stream: Stream, opened: Open) -> None:
@@ -681,6 +687,7 @@ def test_hostile_input_ends_its_stream_with_a_counted_reason_and_nothing_else() 
                     _, frame = decode(await stream.receive())
                     assert isinstance(frame, Failure), name
                     assert frame.reason == reason, name
+                    assert (frame.peer == PEERS[0]) == (reason in BLAMES_THE_PREDECESSOR), name
                 while peers.hosts[1].statistics.refused.get(reason, 0) == before:
                     await trio.lowlevel.checkpoint()
             assert not peers.stage(1).lanes

@@ -92,14 +92,16 @@ class Drawn:
     tokens: Integers  # (rows,)
     logprobs: Floats  # (rows,)
 
-    def fault(self, step: int, rows: Integers, version: PolicyVersion) -> str | None:
-        """Why this can't be the answer to a step of these rows; None when it can."""
+    def fault(self, step: int, rows: Integers, version: PolicyVersion, vocabulary: int) -> str | None:
+        """Why this can't be the answer to a step of these rows; None when it can. `vocabulary` may be 0: unknown."""
         if self.step != step or not np.array_equal(self.rows, rows):
             return f"tokens of other rows or of step {self.step} came where step {step} was due"
         if self.version != version:
             return f"tokens came from version {self.version} where {version} was asked"
-        if (self.tokens < 0).any() or not np.isfinite(self.logprobs).all() or (self.logprobs > 0.0).any():
-            return "tokens or log-probabilities are out of range"
+        if (self.tokens < 0).any() or (vocabulary and (self.tokens >= vocabulary).any()):
+            return "tokens are outside of the vocabulary"
+        if not np.isfinite(self.logprobs).all() or (self.logprobs > 0.0).any():
+            return "log-probabilities are out of range"
         return None
 
 

@@ -41,6 +41,7 @@ class RingHead:
         self.engine: str | None = None
         self.room = limits.room
         self.ragged = True
+        self.vocabulary = ring.vocabulary
         self._ring = ring
         self._server = server
         self._limits = limits

@@ -71,6 +71,7 @@ class StageHost:
         self.peer = peer
         self.stage = stage
         self.version = version
+        self.width: int | None = None  # of the states that it reads, once it has read some
         self.limits = limits or ChainLimits()
         self.turns = Turns()
         self.refused: Counter[str] = Counter()

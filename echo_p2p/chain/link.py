@@ -127,6 +127,7 @@ class Link:
 
     def __init__(self, chain: bytes, upstream: Stream, downstream: Stream, limits: ChainLimits) -> None:
         self.chain = chain
+        self.predecessor = upstream.peer
         self._upstream = upstream
         self._downstream = downstream
         self._limits = limits

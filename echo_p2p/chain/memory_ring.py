@@ -33,9 +33,9 @@ class MemoryRing:
     hosts: tuple[StageHost, ...]
     servers: tuple[ChainServer, ...]
 
-    def ring(self, *, lanes: int = 0, rows: int = 16, exclusive: bool = False) -> Ring:
+    def ring(self, *, lanes: int = 0, rows: int = 16, exclusive: bool = False, vocabulary: int = 0) -> Ring:
         """What all stages together are opened as."""
-        return Ring(self.route, bytes(32), lanes=lanes, rows=rows, exclusive=exclusive)
+        return Ring(self.route, bytes(32), lanes=lanes, rows=rows, exclusive=exclusive, vocabulary=vocabulary)
 
 
 @asynccontextmanager

@@ -22,9 +22,9 @@ from echo_protocols.values import PolicyVersion
 class Seat:
     """One chain at one host."""
 
-    def __init__(self, host: StageHost) -> None:
+    def __init__(self, host: StageHost, predecessor: str | None = None) -> None:
         self._host = host
-        self._book = Book(host.peer, host.limits)
+        self._book = Book(host.peer, host.limits, predecessor)
 
     def begin(self, order: BeginPrompt) -> None:
         """A prompt is to be read. Raises ChainBroken."""

@@ -16,7 +16,7 @@ from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import CLOSED, ChainBroken, Link, bid_farewell, broken, receive_frame, send_frame
 from echo_p2p.chain.seat import Seat
 from echo_p2p.chain.turns import Turn
-from echo_p2p.chain.wire import from_forward, to_forward, to_tokens
+from echo_p2p.chain.wire import from_forward, is_finite, to_forward, to_tokens
 from echo_p2p.errors import NetError, WeightsError
 from echo_p2p.net.base import Stream, Streams
 from echo_protocols import names
@@ -156,7 +156,7 @@ class _ServedChain:
     def __init__(self, host: StageHost, link: Link) -> None:
         self._host = host
         self._link = link
-        self._seat = Seat(host)
+        self._seat = Seat(host, link.predecessor)
         self._background: trio.Nursery | None = None
         self._steps: trio.Nursery | None = None
         self._newest: Turn | None = None
@@ -198,7 +198,7 @@ class _ServedChain:
             case Beat():
                 link.send(frame)
             case _:
-                raise broken("bad-frame", f"a {type(frame).__name__} frame does not belong here", host.peer)
+                raise broken("bad-frame", f"a {type(frame).__name__} frame does not belong here", link.predecessor)
 
     def _pass_on(self, frame: Frame) -> None:
         # The head needs no echo of its own orders; prepares and beats do return to it.
@@ -217,12 +217,17 @@ class _ServedChain:
                 self._link.end(error.failure)
 
     async def _forward(self, turn: Turn, frame: Forward) -> None:
-        host = self._host
+        host, sender = self._host, self._link.predecessor
         rows, positions, hidden = from_forward(frame)
+        if host.width not in (None, frame.width):
+            raise broken("bad-frame", f"{sender} sent states of {frame.width} values, not {host.width}", sender)
+        if not is_finite(hidden):
+            raise broken("garbage", f"{sender} sent states that are not finite", sender)
         if frame.version != host.version:
             text = f"a frame of version {frame.version} came to a stage at {host.version}"
             raise broken("version", text, host.peer)
         result = await self._seat.forward(turn, frame.lane, frame.step, rows, positions, hidden)
+        host.width = frame.width
         if isinstance(result, Drawn):
             self._link.send(to_tokens(frame.lane, result))
         else:

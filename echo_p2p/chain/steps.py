@@ -123,7 +123,7 @@ class Steps:
     async def answer(self, asked: Asked, tokens: Tokens) -> Drawn:
         """What was drawn in a step."""
         drawn = asked.drawn if asked.drawn is not None else await tokens.receive()
-        if (fault := drawn.fault(asked.step, asked.rows, asked.version)) is not None:
+        if (fault := drawn.fault(asked.step, asked.rows, asked.version, self._head.vocabulary)) is not None:
             raise broken("bad-tokens", fault, self._head.last)
         return drawn
 
