@@ -96,8 +96,9 @@ class Swarm:
     servers: list[ChainServer] = field(default_factory=list)
     scopes: list[trio.CancelScope] = field(default_factory=list)
 
-    def open(self, lanes: int = 0) -> ChainDriver:
-        return open_chain(Ring(route=self.route, run_id=bytes(32), lanes=lanes), self.hosts[0], self.servers[0])
+    def open(self, lanes: int = 0, *, canary: bool = True) -> ChainDriver:
+        ring = Ring(route=self.route, run_id=bytes(32), lanes=lanes)
+        return open_chain(ring, self.hosts[0], self.servers[0], canary=canary)
 
     def stage(self, place: int) -> MemoryStage:
         stage = self.hosts[place].stage
@@ -217,7 +218,7 @@ def test_lanes_and_prompts_in_flight_are_bounded() -> None:
             while driver.statistics.groups < 24:
                 watch()
                 await trio.lowlevel.checkpoint()
-        assert 2 <= most <= 2 + 4 + 2  # lanes, prompts that are held for them, and what the next step frees
+        assert 2 <= most <= 2 + 4 + 2 + 2  # lanes, prompts held for them, a canary, and what the next step frees
 
     trio.run(main)
 
@@ -226,7 +227,7 @@ def switching_answers(stops: int) -> list[tuple[Sample, ...]]:
     """Two groups with a switch to V1 when the first has done five steps."""
 
     async def main() -> list[tuple[Sample, ...]]:
-        async with swarm(stops) as peers, peers.open(lanes=1) as driver:
+        async with swarm(stops) as peers, peers.open(lanes=1, canary=False) as driver:
             results: list[tuple[Sample, ...]] = []
 
             async def generate() -> None:
@@ -269,7 +270,8 @@ def replay(boundary: int) -> tuple[Sample, ...]:
             return super().forward(lane, rows, positions, inputs)
 
     async def main() -> tuple[Sample, ...]:
-        async with swarm(1, stages={0: Changing(Span(start=0, end=6, layers=6))}) as peers, peers.open() as driver:
+        stages = {0: Changing(Span(start=0, end=6, layers=6))}
+        async with swarm(1, stages=stages) as peers, peers.open(canary=False) as driver:
             return await driver.generate(request(0, stop=frozenset(), length=40))
 
     segments = (Segment(start=0, version=V0), Segment(start=boundary, version=V1))

@@ -12,13 +12,16 @@ from itertools import count
 import numpy as np
 import trio
 
+from echo_p2p.chain.canary import LANES, Canary
 from echo_p2p.chain.group import Answers, Drawn, GroupRequest, SoFar
 from echo_p2p.chain.head import RingHead
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainBroken, GroupBroken
+from echo_p2p.chain.proofs import Proofs
 from echo_p2p.chain.queue import Group, OnToken, Queue, Reading, readings_of
 from echo_p2p.chain.ring import Ring
 from echo_p2p.chain.steps import Asked, Growing, Steps, Tokens
+from echo_p2p.chain.verdict import Judge
 from echo_p2p.errors import ChainError
 from echo_protocols.hop import MAX_ROWS
 from echo_protocols.rollout import Sample
@@ -30,16 +33,18 @@ PROMPT_PART = 256
 class Growth:
     """The groups of one ring, and the tasks that let them grow. `lanes` are those that grow now; the rest counts."""
 
-    def __init__(self, ring: Ring, host: StageHost, head: RingHead) -> None:
+    def __init__(self, ring: Ring, host: StageHost, head: RingHead, judge: Judge | None) -> None:
         self.lanes = self.groups = self.tokens = self.steps = 0
         self._ring = ring
         self._host = host
         self._head = head
         self._at = Steps(host, head)
         self._exclusive = ring.exclusive
-        self._ahead = min(2 * ring.lane_count, host.limits.lanes - ring.lane_count)
-        self._queue = Queue(host.limits.room, self._ahead)
         self._numbers = count(1)
+        canary = Canary(ring, host, self._at, head, self._numbers) if judge else None
+        self.proofs = Proofs(ring, canary, judge)
+        left = host.limits.lanes - ring.lane_count - (LANES if canary else 0)
+        self._queue = Queue(host.limits.room - self.proofs.room, ahead=min(2 * ring.lane_count, left))
 
     async def answer(
         self, request: GroupRequest, on_token: OnToken | None = None, so_far: SoFar | None = None
@@ -52,6 +57,7 @@ class Growth:
         if (fault := self._fault_of(request, so_far)) is not None:
             raise ChainError(fault)
         group = Group(request, Answers(request, so_far), on_token=on_token)
+        group.given = group.proven = group.answers.lengths
         group.readings = readings_of(group, self._numbers)
         if any(reading.room > self._queue.room for reading in group.readings):
             most = self._queue.room
@@ -60,25 +66,30 @@ class Growth:
             with self._head.until_failure():
                 await self._grown(group)
         except ChainBroken as error:
-            raise GroupBroken(error.failure, group.answers.so_far(group.answers.lengths)) from error
+            raise GroupBroken(error.failure, group.answers.so_far(self.proofs.kept(group, error.failure))) from error
         self.groups += 1
         return group.answers.samples()
 
     async def _grown(self, group: Group) -> None:
         if group.answers.finished:
             return
+        self.proofs.add(group)
         self._queue.add(group)
         try:
             await group.done.wait()
         finally:
+            self.proofs.discard(group)
             if not group.done.is_set():
                 self._drop(group)
 
     async def run(self) -> None:
         """Read and grow until the ring fails; it must be closed before."""
         self._exclusive = self._ring.exclusive or not (self._head.ragged and self._host.stage.ragged)
-        self._queue.widen(self._head.room)
+        self._queue.widen(self._head.room - self.proofs.room)
+        if len(set(self._head.versions)) <= 1:  # else a switch has to bring them together first
+            self.proofs.begin()
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._until_failure, self.proofs.run)
             for work, times in ((self._read_prompts, len(self._ring.route)), (self._run_lane, self._ring.lane_count)):
                 for _ in range(times):
                     nursery.start_soon(self._until_failure, work)
@@ -207,5 +218,5 @@ class Growth:
                 if not answer.reading.left:
                     self._queue.free(answer.reading)
                 if group.answers.finished:
-                    group.done.set()
+                    self.proofs.finished(group)
         return going

@@ -14,10 +14,11 @@ from typing import TypeVar
 import trio
 
 from echo_p2p.chain.group import Floats, Integers
-from echo_p2p.chain.link import ChainBroken, ChainLimits, broken
+from echo_p2p.chain.link import GARBAGE, ChainBroken, ChainLimits, broken
 from echo_p2p.chain.pace import Pace
 from echo_p2p.chain.stage import Stage, Weights
 from echo_p2p.chain.turns import Turn, Turns
+from echo_p2p.chain.verdict import Remembered, tolerance_of
 from echo_p2p.errors import EchoError, NetError, WeightsError
 from echo_protocols.values import PolicyVersion
 
@@ -82,6 +83,8 @@ class StageHost:
         self._discarded: list[int] = []
         self._steps = self._rows = self._switches = 0
         self._busy_s = 0.0
+        self._canaries = Remembered(tolerance_of(stage.engine))
+        self.corrupt = False
         self._pace = Pace(self.limits.patience_s, self.limits.hop_timeout_s, _TIMES_USUAL)
         self._works: deque[_Work] = deque()
         self._running_since: float | None = None
@@ -161,6 +164,15 @@ class StageHost:
 
         return await self._step(turn, lane, len(rows), 1, work)
 
+    def check_canary(self, inputs: Integers | Floats, outputs: Floats) -> None:
+        """Compare what came of a canary's prompt with what came of it before; in the stage's thread.
+
+        Raises ChainBroken; then the stage is `corrupt`, and serves no chain any more.
+        """
+        if (fault := self._canaries.fault(inputs, outputs)) is not None:
+            self.corrupt = True
+            raise broken(GARBAGE, fault, self.peer)
+
     async def _step(self, turn: Turn, lane: int, rows: int, length: int, compute: Callable[[], T]) -> T:
         taken_s = 0.0
 
@@ -201,6 +213,7 @@ class StageHost:
             if version != self.version:
                 self._weights.switch(version, self.stage)
                 self.version = version
+                self._canaries.forget()
                 self._switches += 1
 
         await self._in_thread(turn, work, self.limits.hop_timeout_s)

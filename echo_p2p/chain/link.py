@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 CLOSED = "closed"
 """Reason of a chain that its head ended on purpose."""
 
+GARBAGE = "garbage"
+"""Reason of a chain with a stage that computes what can't be right."""
+
 _FAREWELL_S = 1.0
 
 

@@ -19,7 +19,10 @@ OnToken = Callable[[int, int, PolicyVersion], None]
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One request on its way. `dropped` once nobody waits for it."""
+    """One request on its way. `dropped` once nobody waits for it.
+
+    Of the tokens of each answer, so many were `given` by another ring, and so many are `proven`.
+    """
 
     request: GroupRequest
     answers: Answers
@@ -27,6 +30,8 @@ class Group:
     done: trio.Event = field(default_factory=trio.Event)
     dropped: bool = False
     on_token: OnToken | None = None
+    given: tuple[int, ...] = ()
+    proven: tuple[int, ...] = ()
 
     def position(self, sample: int) -> int:
         """Where the newest token of an answer stands."""

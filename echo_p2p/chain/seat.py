@@ -14,7 +14,7 @@ from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainBroken
 from echo_p2p.chain.sampler import draw
 from echo_p2p.chain.turns import Turn
-from echo_protocols.hop import BeginPrompt, Join
+from echo_protocols.hop import CANARY, BeginPrompt, Join
 from echo_protocols.uniform import uniform
 from echo_protocols.values import PolicyVersion
 
@@ -86,6 +86,8 @@ class Seat:
         version, last = self._host.version, self._host.stage.span.last
 
         def finish(outputs: Floats) -> Floats | Drawn:
+            if step == 0 and prompt.order.group_id == CANARY:
+                self._host.check_canary(inputs, outputs)
             if not last:
                 return outputs
             prompt.logits, prompt.version = outputs, version

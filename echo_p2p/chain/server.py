@@ -13,7 +13,7 @@ from trio import TaskStatus
 
 from echo_p2p.chain.group import Drawn
 from echo_p2p.chain.host import StageHost
-from echo_p2p.chain.link import CLOSED, ChainBroken, Link, bid_farewell, broken, receive_frame, send_frame
+from echo_p2p.chain.link import CLOSED, GARBAGE, ChainBroken, Link, bid_farewell, broken, receive_frame, send_frame
 from echo_p2p.chain.seat import Seat
 from echo_p2p.chain.turns import Turn
 from echo_p2p.chain.wire import from_forward, is_finite, to_forward, to_tokens
@@ -106,6 +106,8 @@ class ChainServer:
             raise broken("wrong-span", f"this peer serves {host.stage.span}", host.peer)
         if opening.lanes > host.limits.lanes:
             raise broken("too-many-lanes", f"this peer holds {host.limits.lanes} lanes", host.peer)
+        if host.corrupt:
+            raise broken(GARBAGE, "this peer's stage has gone bad, and is to be loaded anew", host.peer)
         if (reason := self._allow(upstream.peer, opening)) is not None:
             raise broken("not-allowed", reason, host.peer)
         self._newest = chain
@@ -222,7 +224,7 @@ class _ServedChain:
         if host.width not in (None, frame.width):
             raise broken("bad-frame", f"{sender} sent states of {frame.width} values, not {host.width}", sender)
         if not is_finite(hidden):
-            raise broken("garbage", f"{sender} sent states that are not finite", sender)
+            raise broken(GARBAGE, f"{sender} sent states that are not finite", sender)
         if frame.version != host.version:
             text = f"a frame of version {frame.version} came to a stage at {host.version}"
             raise broken("version", text, host.peer)

@@ -19,6 +19,8 @@ CHAIN_ID_BYTES: Final = 16
 MAX_ROWS: Final = 4096
 MAX_LENGTH: Final = 262_144
 MAX_WIDTH: Final = 65_536
+CANARY: Final = b"echo/canary/1"
+"""The group id of a prompt that shows whether the ring still computes what it did; its answers are nobody's."""
 
 _PREFIX = struct.Struct("<2sBB16s")  # magic, format, kind, chain id
 _FORWARD = struct.Struct("<IIIIIIIB3x")  # lane, step, epoch, version step, rows, length, width, dtype
