@@ -24,6 +24,7 @@ class Prompt:
     logits: Floats | None = None  # (1, vocabulary)
     version: PolicyVersion | None = None  # that computed them
     samples: set[int] = field(default_factory=set)  # that have begun
+    canary: bytes = b""  # names what it has read, of a canary
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class Row:
     sample: int
     position: int
     drawn: int
+    canary: bytes  # names what it has begun from, of a canary
 
 
 @dataclass(slots=True)
@@ -111,7 +113,7 @@ class Book:
         lane.step += 1
         prompt.samples.update(frame.samples)
         for row, sample in zip(frame.rows, frame.samples, strict=True):
-            lane.rows[row] = Row(prompt.order, sample, prompt.read, prompt.order.drawn)
+            lane.rows[row] = Row(prompt.order, sample, prompt.read, prompt.order.drawn, prompt.canary)
 
     def decode(self, number: int, step: int, rows: Sequence[int], positions: Sequence[int], length: int) -> Lane:
         """One more token of some rows of a lane; the others leave. Raises ChainBroken."""

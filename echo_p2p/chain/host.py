@@ -164,12 +164,12 @@ class StageHost:
 
         return await self._step(turn, lane, len(rows), 1, work)
 
-    def check_canary(self, inputs: Integers | Floats, outputs: Floats) -> None:
-        """Compare what came of a canary's prompt with what came of it before; in the stage's thread.
+    def check_canary(self, read: bytes, outputs: Floats) -> None:
+        """Compare what came of a canary with what came before of what was `read` alike; in the stage's thread.
 
         Raises ChainBroken; then the stage is `corrupt`, and serves no chain any more.
         """
-        if (fault := self._canaries.fault(inputs, outputs)) is not None:
+        if (fault := self._canaries.fault(read, outputs)) is not None:
             self.corrupt = True
             raise broken(GARBAGE, fault, self.peer)
 

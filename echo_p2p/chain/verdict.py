@@ -11,10 +11,10 @@ from echo_p2p.chain.group import Floats, Integers
 from echo_protocols.values import PolicyVersion
 
 _LONGEST = 64
-"""Tokens of a canary that a stage remembers, whoever asks."""
+"""Tokens of a call that a stage remembers, whoever asks."""
 
-_REMEMBERED = 8
-"""Inputs whose outputs a stage keeps; the one not read for longest makes room."""
+_REMEMBERED = 16
+"""Calls whose outputs a stage keeps; the one not made for longest makes room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,18 @@ class Judge:
         return None
 
 
+def name_of(before: bytes, version: PolicyVersion, inputs: Integers | Floats) -> bytes:
+    """Names what rows have read when all of them read `before`, and then by `version` these (rows, length, …).
+
+    b"" if that is long.
+    """
+    if inputs.shape[0] * inputs.shape[1] > _LONGEST:
+        return b""
+    return hashlib.blake2b(before + str(version).encode() + inputs.tobytes(), digest_size=32).digest()
+
+
 class Remembered:
-    """What a stage made of prompts of canaries, at its version: the same inputs must give the same outputs again.
+    """What a stage made of canaries, at its version: what was read alike must give the same outputs again.
 
     So a stage that went bad names itself, also to rings that it did not serve when it was well.
     """
@@ -83,17 +93,14 @@ class Remembered:
         """The weights have changed."""
         self._outputs.clear()
 
-    def fault(self, inputs: Integers | Floats, outputs: Floats) -> str | None:
-        """Why outputs of a prompt, read from its start, can't be right; None when they may be."""
-        if inputs.shape[1] > _LONGEST:
-            return None
-        key = hashlib.blake2b(inputs.tobytes(), digest_size=32).digest()
-        if key not in self._outputs:
-            self._outputs[key] = outputs.copy()
+    def fault(self, read: bytes, outputs: Floats) -> str | None:
+        """Why these outputs of what was `read` can't be right; None when they may be."""
+        if read not in self._outputs:
+            self._outputs[read] = outputs.copy()
             if len(self._outputs) > _REMEMBERED:
                 self._outputs.popitem(last=False)
-        self._outputs.move_to_end(key)
-        expected = self._outputs[key]
+        self._outputs.move_to_end(read)
+        expected = self._outputs[read]
         apart = float(np.sqrt(np.square(outputs - expected).mean()))
         if apart <= self._tolerance * max(float(np.sqrt(np.square(expected).mean())), 1e-9):  # else also if no number
             return None
