@@ -737,7 +737,8 @@ def test_a_fault_of_the_caller_leaves_the_chain_unwrapped() -> None:
 def test_an_idle_chain_stays_whole() -> None:
     async def main() -> None:
         limits = ChainLimits(beat_s=10.0, idle_timeout_s=25.0)
-        async with swarm(3, limits=limits) as peers, peers.open() as driver:
+        # No canary: this clock leaps while threads compute.
+        async with swarm(3, limits=limits) as peers, peers.open(canary=False) as driver:
             await trio.sleep(1000)
             assert not driver.failed.is_set()
 
