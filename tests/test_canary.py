@@ -338,9 +338,9 @@ def test_canaries_are_rare_and_nobody_waits_long_for_one(
         assert apart_s == 0
         return
     longest_s = 2.0 if waited_for else 5.0
-    assert apart_s <= max(longest_s, 4.0 * takes_s) * 1.001 + 1e-6
+    assert apart_s <= max(longest_s, 25.0 * takes_s) * 1.001 + 1e-6
     assert apart_s >= min(49.9 * takes_s, longest_s, apart_s) - 1e-6
-    assert takes_s <= apart_s / 4 + 1e-6
+    assert takes_s <= apart_s / 25 + 1e-6
     if takes_s <= longest_s / 50:
         assert math.isclose(apart_s, 50 * takes_s, abs_tol=1e-6, rel_tol=1e-3)
 

@@ -97,7 +97,7 @@ class Swarm:
     scopes: list[trio.CancelScope] = field(default_factory=list)
 
     def open(self, lanes: int = 0, *, canary: bool = True) -> ChainDriver:
-        ring = Ring(route=self.route, run_id=bytes(32), lanes=lanes)
+        ring = Ring(route=self.route, run_id=bytes(32), lanes=lanes, vocabulary=32)
         return open_chain(ring, self.hosts[0], self.servers[0], canary=canary)
 
     def stage(self, place: int) -> MemoryStage:
@@ -836,6 +836,7 @@ def test_a_stage_that_cannot_apply_a_staged_version_ends_the_chain(place: int) -
         ({"step": 1}, "bad-tokens"),
         ({"version": V9}, "bad-tokens"),
         ({"tokens": np.array([1, -1], "<i4").tobytes()}, "bad-tokens"),
+        ({"tokens": np.array([1, 32], "<i4").tobytes()}, "bad-tokens"),
         ({"rows": np.array([1, 0], "<i4").tobytes()}, "bad-tokens"),
         ({"logprobs": np.array([0.5, -1.0], "<f4").tobytes()}, "bad-tokens"),
         ({"logprobs": np.array([np.nan, -1.0], "<f4").tobytes()}, "bad-tokens"),
@@ -859,8 +860,8 @@ def test_tokens_that_cannot_be_are_refused_by_the_head(changes: dict[str, object
             async with trio.open_nursery() as nursery:
                 handler = false_last_stage(peers, msgspec.structs.replace(tokens, **changes))
                 await nursery.start(peers.network.node(PEERS[1]).serve, names.HOP, handler)
-                async with peers.open() as driver:
-                    assert [found for found, _ in await failures(driver, request(samples=2))] == [reason]
+                async with peers.open(canary=False) as driver:
+                    assert await failures(driver, request(samples=2)) == [(reason, PEERS[1])]
                 nursery.cancel_scope.cancel()
 
     with_deadline(main)

@@ -24,8 +24,8 @@ _WAIT_S = 2.0
 _APART_S = 5.0
 """Most between two beginnings while groups only grow: what another ring has to repeat of them."""
 
-_AT_LEAST = 4.0
-"""Times its own duration between two beginnings, however long that is."""
+_AT_LEAST = 25.0
+"""Times its own duration between two beginnings, however long that is: in slow rings groups take minutes anyway."""
 
 _KEPT = 8
 """Newest durations that are looked at: the least of them is that of a canary that did not queue."""
