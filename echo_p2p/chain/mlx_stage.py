@@ -19,11 +19,11 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 from mlx import nn
-from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import _get_classes
 from numpy.typing import NDArray
 
 from echo_p2p.chain.lanes import Entered, Lanes
+from echo_p2p.chain.mlx_cache import LaneCache, is_ragged
 from echo_p2p.chain.mlx_weights import MlxWeights, live_arrays
 from echo_p2p.chain.parity import Loader, check_parity
 from echo_p2p.chain.shape import model_shape, span_tensors, tensor_entries
@@ -48,11 +48,12 @@ def load_stage(
     dtype: mx.Dtype | None = None,
     max_lanes: int = 64,
     max_length: int | None = None,
+    kv_positions: int | None = None,
 ) -> "MlxStage":
     """Load the tensors of `span`, and no others, from a folder in Hugging Face format.
 
     `dtype` computes: float32 on a CPU (default), bfloat16 on a GPU. `max_length` bounds a lane's positions (default:
-    what the model was made for). Raises ModelError.
+    what the model was made for), `kv_positions` those of all lanes (default: by lanes alone). Raises ModelError.
     """
     where = _pick_device(device)
     dtype = dtype or (mx.float32 if where == mx.cpu else mx.bfloat16)
@@ -62,7 +63,16 @@ def load_stage(
     with mx.stream(where):
         model = _read_model(model_path, config, span, dtype)
     bound = max_length or int(config.get("max_position_embeddings") or 4096)
-    return MlxStage(model, span, where, dtype, max_lanes=max_lanes, max_length=bound)
+    return MlxStage(
+        model,
+        span,
+        where,
+        dtype,
+        ragged=is_ragged(config),
+        max_lanes=max_lanes,
+        max_length=bound,
+        kv_positions=kv_positions,
+    )
 
 
 def prove(model_path: Path, span: Span, reference: Loader, *, device: MlxDevice = "auto") -> float:
@@ -81,15 +91,30 @@ class MlxStage:
     """A `Stage` computed by mlx. Keeps one KV cache a lane, bounded as `Lanes` says."""
 
     def __init__(
-        self, model: Any, span: Span, device: Any, dtype: mx.Dtype, *, max_lanes: int, max_length: int
+        self,
+        model: Any,
+        span: Span,
+        device: Any,
+        dtype: mx.Dtype,
+        *,
+        ragged: bool,
+        max_lanes: int,
+        max_length: int,
+        kv_positions: int | None = None,
     ) -> None:
         self.span = span
-        self.ragged = False
+        self.ragged = ragged
         self._model = model
         self._device = device
         self._dtype = dtype
         self._weights = MlxWeights(model)
-        self._lanes = Lanes(lambda: [KVCache() for _ in range(len(span))], most=max_lanes, longest=max_length)
+        self._lanes = Lanes(
+            lambda: LaneCache(len(span)),
+            most=max_lanes,
+            longest=max_length,
+            kv_positions=kv_positions,
+            ragged=ragged,
+        )
         kind = "cpu" if device == mx.cpu else "gpu"
         self.engine = f"mlx-{version('mlx')}-{kind}-{str(dtype).removeprefix('mlx.core.')}"
 
@@ -112,14 +137,10 @@ class MlxStage:
         """As `Stage.join` says. Raises ChainError; a lane whose computation failed is closed."""
         state, shared = self._lanes.join(lane, rows, source)
         with self._closing(lane):
-            for layer, other in zip(state.cache, shared.cache, strict=True):
-                for name in ("keys", "values"):
-                    new = mx.repeat(getattr(other, name)[:1, :, : other.offset], len(rows), axis=0)
-                    if len(rows) < len(state.rows):
-                        new = mx.concatenate([getattr(layer, name)[:, :, : other.offset], new])
-                    setattr(layer, name, new)
-                layer.offset = other.offset
-            mx.eval([(layer.keys, layer.values) for layer in state.cache])
+            shared.cache.stand_at(shared.lengths)
+            state.cache.stand_at(state.lengths)
+            state.cache.join(shared.cache, held=len(state.rows) - len(rows), rows=len(rows))
+            mx.eval(state.cache.arrays())
 
     def close(self, lane: int) -> None:
         """Free the lane's KV cache; unknown lanes are no error."""
@@ -144,19 +165,19 @@ class MlxStage:
             raise ChainError(f"lane {lane} failed on span {self.span} ({error}): replay it elsewhere") from error
 
     def _compute(
-        self, entered: Entered[list[Any]], inputs: NDArray[np.int32] | NDArray[np.float32]
+        self, entered: Entered[LaneCache], inputs: NDArray[np.int32] | NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        here = entered.lane.cache
+        cache = entered.lane.cache
         if entered.kept is not None:
-            index = mx.array(entered.kept)
-            for layer in here:
-                layer.keys, layer.values = layer.keys[index], layer.values[index]
-        caches = [here[min(max(i - self.span.start, 0), len(here) - 1)] for i in range(self.span.layers)]
+            cache.select(entered.kept)
+        cache.stand_at(entered.lane.lengths)
+        last = len(self.span) - 1  # what stands for layers elsewhere only says how long the rows are
+        caches = [cache.layers[min(max(i - self.span.start, 0), last)] for i in range(self.span.layers)]
         carried = mx.array(inputs) if self.span.first else mx.array(inputs).astype(self._dtype)
         # if last, (rows, vocabulary) of the model's own forward, which may scale its logits
         outputs = self._model(carried, caches)[:, -1] if self.span.last else self._model.model(carried, caches)
         outputs = outputs.astype(mx.float32)
-        mx.eval(outputs, [(layer.keys, layer.values) for layer in here])
+        mx.eval(outputs, cache.arrays())
         return np.array(outputs)
 
     def _check(self, rows: int, inputs: NDArray[np.int32] | NDArray[np.float32]) -> None:
