@@ -101,7 +101,7 @@ class LayerCache:
     def join(self, source: "LayerCache", *, held: int, rows: int) -> None:
         """As `LaneCache.join` says."""
         self._make_room(source.keys, source.values, rows=held + rows, more=1)
-        before = (0, 0), (0, 0), (self._end - source.length, 0), (0, 0)
+        before = [(0, 0), (0, 0), (self._end - source.length, 0), (0, 0)]
         for buffer, other in ((self.keys, source.keys), (self.values, source.values)):
             shared = other[:1, :, source._end - source.length : source._end]
             buffer[held : held + rows, :, : self._end] = mx.pad(shared, before)
