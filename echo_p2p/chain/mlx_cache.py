@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.base import create_causal_mask
 from numpy.typing import NDArray
 
 STEP = 64
@@ -35,13 +34,15 @@ class LaneCache:
         self.layers = [LayerCache() for _ in range(layers)]
 
     def stand_at(self, lengths: NDArray[np.int32]) -> None:
-        """The rows are `lengths` (rows,) tokens long now."""
+        """The rows are `lengths` (rows,) tokens long now; if these are unlike, each row gets one token next."""
         longest = int(lengths.max())
-        level = bool((lengths == longest).all())
-        offset = longest if level else mx.array(lengths)
-        padding = None if level else mx.array(longest - lengths)
+        offset: int | mx.array = longest
+        mask = None
+        if (lengths != longest).any():
+            offset = mx.array(lengths)
+            mask = mx.arange(longest + 1) >= mx.array(longest - lengths)[:, None, None, None]  # (rows, 1, 1, slots)
         for layer in self.layers:
-            layer.length, layer.offset, layer.padding = longest, offset, padding
+            layer.length, layer.offset, layer.mask = longest, offset, mask
 
     def select(self, kept: list[int]) -> None:
         """Keep these rows, in this order; each of the first `len(kept)` is at its place, or comes from behind them."""
@@ -70,8 +71,8 @@ class LayerCache:
         self.length = 0
         self.offset: int | mx.array = 0
         """Position of the next token: of all rows, or (rows,)."""
-        self.padding: mx.array | None = None
-        """(rows,) slots that attention sees but that are no row's own; None: there are none."""
+        self.mask: mx.array | None = None
+        """(rows, 1, 1, slots) which of them are a row's own; None: all."""
         self._end = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -86,9 +87,7 @@ class LayerCache:
 
     def make_mask(self, count: int, **_: Any) -> Any:
         """What `count` tokens a row may see, in the form that mlx's attention takes."""
-        if self.padding is not None:
-            return create_causal_mask(count, self.length, left_padding=self.padding)  # (rows, 1, count, slots)
-        return None if count == 1 else "causal"
+        return self.mask if count == 1 else "causal"
 
     def move(self, places: Sequence[int], origins: mx.array) -> None:
         """Put to each place the row that is at its origin."""
