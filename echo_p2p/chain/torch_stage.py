@@ -23,13 +23,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from echo_p2p.chain.adapters import adapted
-from echo_p2p.chain.lanes import Entered, Lanes
+from echo_p2p.chain.lanes import Entered, Lane, Lanes
 from echo_p2p.chain.layouts import experts_apart
 from echo_p2p.chain.live_weights import LiveWeights, TorchWeights, live_parameters, shapes_of
 from echo_p2p.chain.shape import span_tensors, tensor_entries
-from echo_p2p.chain.stage import Bits, TensorUpdate
+from echo_p2p.chain.stage import Bits, TensorUpdate, check_inputs
 from echo_p2p.chain.torch_cache import LaneCache, is_ragged, use_grouped_attention
-from echo_p2p.errors import ChainError, ModelError
+from echo_p2p.errors import ModelError
 from echo_protocols.adapter import AdapterSpec
 from echo_protocols.values import Span
 
@@ -106,20 +106,13 @@ class TorchStage:
         inputs: NDArray[np.int32] | NDArray[np.float32],
     ) -> NDArray[np.float32]:
         """As `Stage.forward` says. Raises ChainError; a lane whose computation failed is closed."""
-        self._check(len(rows), inputs)
-        entered = self._lanes.enter(lane, rows, positions, inputs.shape[1])
-        with self._closing(lane):
-            outputs = self._compute(entered, entered.in_cache_order(inputs))
-        entered.lane.lengths += inputs.shape[1]
-        return entered.in_call_order(outputs)
+        config = self._model.config
+        check_inputs(self.span, len(rows), inputs, hidden=config.hidden_size, vocabulary=config.vocab_size)
+        return self._lanes.compute(lane, rows, positions, inputs, self._compute)
 
     def join(self, lane: int, rows: NDArray[np.int32], source: int) -> None:
         """As `Stage.join` says. Raises ChainError; a lane whose computation failed is closed."""
-        state, shared = self._lanes.join(lane, rows, source)
-        with self._closing(lane):
-            shared.cache.stand_at(shared.longest)
-            state.cache.stand_at(state.longest)
-            state.cache.join(shared.cache, held=len(state.rows) - len(rows), rows=len(rows))
+        self._lanes.share(lane, rows, source, _copy)
 
     def close(self, lane: int) -> None:
         """Free the lane's KV cache; unknown lanes are no error."""
@@ -142,14 +135,6 @@ class TorchStage:
         if self._weights is not self._base:
             raise ModelError(f"span {self.span} has an adapter already: load the stage anew for another one")
         self._weights = adapted(self._model, self._base, spec, merged=merged)
-
-    @contextmanager
-    def _closing(self, lane: int) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # of the vendor
-            self._lanes.close(lane)
-            raise ChainError(f"lane {lane} failed on span {self.span} ({error}): replay it elsewhere") from error
 
     def _compute(
         self, entered: Entered[LaneCache], inputs: NDArray[np.int32] | NDArray[np.float32]
@@ -178,13 +163,11 @@ class TorchStage:
                 outputs = self._model.base_model(**common).last_hidden_state  # (rows, length, hidden)
             return outputs.float().cpu().numpy()
 
-    def _check(self, rows: int, inputs: NDArray[np.int32] | NDArray[np.float32]) -> None:
-        config = self._model.config
-        shape = (rows, inputs.shape[1] if inputs.ndim > 1 else 0, config.hidden_size)
-        if inputs.shape != (shape[:2] if self.span.first else shape):
-            raise ChainError(f"inputs of shape {inputs.shape} do not fit span {self.span} of {config.model_type}")
-        if self.span.first and inputs.size and not 0 <= inputs.min() <= inputs.max() < config.vocab_size:
-            raise ChainError(f"a token id is outside the vocabulary of {config.vocab_size}: use the run's tokenizer")
+
+def _copy(lane: Lane[LaneCache], shared: Lane[LaneCache], count: int) -> None:
+    shared.cache.stand_at(shared.longest)
+    lane.cache.stand_at(lane.longest)
+    lane.cache.join(shared.cache, held=len(lane.rows) - count, rows=count)
 
 
 class _PassThrough(nn.Module):
