@@ -110,6 +110,11 @@ class ChainDriver:
         return ChainBroken(self._head.failure) if self._head.failure else None
 
     @property
+    def told_by(self) -> str | None:
+        """The neighbour in the ring that told of the fault; None if it was found here."""
+        return self._head.told_by
+
+    @property
     def statistics(self) -> ChainStatistics:
         """Figures so far."""
         grown = self._growth
