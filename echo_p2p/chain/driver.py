@@ -105,7 +105,7 @@ class ChainDriver:
         return self._head.failed
 
     @property
-    def fault(self) -> ChainError | None:
+    def fault(self) -> ChainBroken | None:
         """Why, once it has."""
         return ChainBroken(self._head.failure) if self._head.failure else None
 

@@ -6,10 +6,12 @@ A ring that fails, or whose neighbours change, is opened again; the span stays l
 import logging
 from collections import Counter as Tally
 from collections.abc import Mapping
+from contextlib import suppress
 
 import msgspec
 import trio
 
+from echo_node.accuse import Accuser
 from echo_node.board import Board
 from echo_node.chat_desk import Voice
 from echo_node.feed import Feed
@@ -21,6 +23,7 @@ from echo_node.push import Pusher
 from echo_node.rate import Rate
 from echo_node.state import Activity, InferenceView
 from echo_p2p.chain.driver import ChainDriver, open_chain
+from echo_p2p.chain.link import ChainBroken
 from echo_p2p.chain.ring import Ring, opening_fault
 from echo_p2p.errors import ChainError
 from echo_p2p.swarm import Run
@@ -32,6 +35,9 @@ from echo_protocols.values import Span
 log = logging.getLogger(__name__)
 
 _REOPEN_S = 0.5
+_ENDS_MAX = 2
+
+_End = tuple[tuple[Stop, ...], int, Failure, str | None]
 
 
 class Service:
@@ -45,6 +51,8 @@ class Service:
         self._head = Head(board.presence, run, prompts, counter)
         self._pusher = Pusher(board.presence, run, self._head, feed, store)
         self._pulls = Pulls(board.presence, run, self._head)
+        self._accuser = Accuser(board.presence, run)
+        self._ends, self._ended_chains = trio.open_memory_channel[_End](_ENDS_MAX)
         self._terms = Terms(
             board=board, run=run, prompts=prompts, feed=feed, store=store,
             allow=self._allow, ended=self._ended, engaged=lambda: bool(self._chain()),
@@ -55,8 +63,11 @@ class Service:
         self._rate = Rate()
 
     async def run(self) -> None:
-        """Deliver groups, from whatever ring is open, until cancelled."""
-        await (self._pusher.run() if self._run.manifest.protocol == "async" else self._pulls.run())
+        """Deliver groups, from whatever ring is open, and look into those that fail, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._pusher.run if self._run.manifest.protocol == "async" else self._pulls.run)
+            async for end in self._ended_chains:
+                await self._accuser.look_into(*end)
 
     async def serve(self, span: Span) -> None:
         """Hold a span until cancelled. Raises ModelError, NetError, WeightsError, ChainError."""
@@ -64,6 +75,7 @@ class Service:
         self._span, self._holding, self._rate = span, None, Rate()
         try:
             async with hold(span, self._terms) as self._holding:
+                self._presence.swarm.announce()  # that we are ready
                 while True:
                     chain = self._chain()
                     if chain and chain[0].peer == self._presence.identity.peer_id:
@@ -142,6 +154,8 @@ class Service:
     def _ended(self, opening: Open, failure: Failure, told_by: str | None) -> None:
         """A chain that goes through us has ended."""
         self._presence.swarm.look_again()
+        with suppress(trio.WouldBlock):  # what fails faster than it is looked into says nothing new
+            self._ends.send_nowait((opening.route, opening.plan, failure, told_by))
 
     async def _drive(self, chain: tuple[Stop, ...], holding: Holding) -> None:
         """Keep the ring of a chain open and working while it is the plan's; one that fails is opened again."""
@@ -156,20 +170,26 @@ class Service:
             exclusive=manifest.protocol == "sequential",
             vocabulary=manifest.vocabulary,
         )
+        opening = Open(route=chain, run_id=self._run.run_id, plan=ring.plan, lanes=ring.lane_count)
         try:
             async with open_chain(ring, holding.host, holding.server) as driver:
                 log.info("chain of %d is open", len(chain))
-                await bring_together(driver, holding.replica)
-                with (
-                    self._head.using(driver),
-                    self._board.desk.lend(Voice(driver, manifest, self._prompts.model_path)),
-                ):
-                    await self._work(driver, holding)
-                if driver.failed.is_set():
-                    log.warning("%s; opening it again", driver.fault)
+                with suppress(ChainBroken):  # which is the driver's fault then
+                    await bring_together(driver, holding.replica)
+                    voice = Voice(driver, manifest, self._prompts.model_path)
+                    with self._head.using(driver), self._board.desk.lend(voice):
+                        await self._work(driver, holding)
+                fault, told_by = driver.fault, driver.told_by
+        except ChainBroken as error:
+            fault, told_by = error, chain[1].peer if len(chain) > 1 else None
+            if error.failure.peer == told_by:
+                told_by = None
         except ChainError as error:
-            log.warning("%s; trying again", error)
-        self._presence.swarm.look_again()
+            log.warning("the chain can't be opened: %s", error)
+            fault, told_by = None, None
+        if fault is not None:
+            log.warning("%s; opening it again", fault)
+            self._ended(opening, fault.failure, told_by)
         with trio.move_on_after(_REOPEN_S):
             while self._chain() == chain:
                 await self._presence.swarm.changed()
