@@ -123,8 +123,8 @@ class Scene:
         plan = self.presence.swarm.plan
         if plan is None or len(plan.chains) != 1 or len(plan.chains[0]) != 2 or len(plan.standby) != 1:
             return False
-        doing = [self.state(stop.peer)["inference"]["activity"] for stop in (*plan.chains[0], *plan.standby)]
-        return doing == ["generating", "serving", "standing by"]
+        views = [self.state(stop.peer)["inference"] or {} for stop in (*plan.chains[0], *plan.standby)]
+        return [view.get("activity") for view in views] == ["generating", "serving", "standing by"]
 
     async def warm(self) -> None:
         """Until the swarm has been ready, and groups have come, for a while."""
