@@ -401,7 +401,7 @@ class Making:
         self.store = Store(folder / "blobs", 1 << 20)
 
     def driver(self, ring: MemoryRing, *, exclusive: bool = False) -> ChainDriver:
-        return open_chain(ring.ring(lanes=2, exclusive=exclusive), ring.hosts[0], ring.servers[0])
+        return open_chain(ring.ring(lanes=2, exclusive=exclusive), ring.hosts[0], ring.servers[0], canary=False)
 
     async def make(self) -> RolloutGroup:
         with trio.fail_after(30):

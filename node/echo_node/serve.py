@@ -25,17 +25,19 @@ from echo_node.state import Activity, InferenceView
 from echo_p2p.chain.driver import ChainDriver, open_chain
 from echo_p2p.chain.link import ChainBroken
 from echo_p2p.chain.ring import Ring, opening_fault
+from echo_p2p.chain.verdict import Seen
 from echo_p2p.errors import ChainError
 from echo_p2p.swarm import Run
 from echo_p2p.weights.store import Store
 from echo_protocols.hop import Failure, Open
 from echo_protocols.peer import Plan, Stop
-from echo_protocols.values import Span
+from echo_protocols.values import PolicyVersion, Span
 
 log = logging.getLogger(__name__)
 
 _REOPEN_S = 0.5
 _ENDS_MAX = 2
+_CANARIES_MAX = 4
 
 _End = tuple[tuple[Stop, ...], int, Failure, str | None]
 
@@ -59,6 +61,7 @@ class Service:
         )  # fmt: skip
         self._span: Span | None = None
         self._holding: Holding | None = None
+        self._canaries: dict[PolicyVersion, Seen] = {}
         self._refused_before: Tally[str] = Tally()
         self._rate = Rate()
 
@@ -76,12 +79,13 @@ class Service:
         try:
             async with hold(span, self._terms) as self._holding:
                 self._presence.swarm.announce()  # that we are ready
-                while True:
+                while not self._holding.host.corrupt:
                     chain = self._chain()
                     if chain and chain[0].peer == self._presence.identity.peer_id:
                         await self._drive(chain, self._holding)
                     else:
                         await self._presence.swarm.changed()
+            raise ChainError(f"the stage of span {span} computes otherwise than it did")
         finally:
             self._span, self._holding = None, None
 
@@ -154,6 +158,7 @@ class Service:
     def _ended(self, opening: Open, failure: Failure, told_by: str | None) -> None:
         """A chain that goes through us has ended."""
         self._presence.swarm.look_again()
+        self._presence.swarm.wake()
         with suppress(trio.WouldBlock):  # what fails faster than it is looked into says nothing new
             self._ends.send_nowait((opening.route, opening.plan, failure, told_by))
 
@@ -172,7 +177,7 @@ class Service:
         )
         opening = Open(route=chain, run_id=self._run.run_id, plan=ring.plan, lanes=ring.lane_count)
         try:
-            async with open_chain(ring, holding.host, holding.server) as driver:
+            async with open_chain(ring, holding.host, holding.server, reference=self._canaries.get) as driver:
                 log.info("chain of %d is open", len(chain))
                 with suppress(ChainBroken):  # which is the driver's fault then
                     await bring_together(driver, holding.replica)
@@ -180,6 +185,7 @@ class Service:
                     with self._head.using(driver), self._board.desk.lend(voice):
                         await self._work(driver, holding)
                 fault, told_by = driver.fault, driver.told_by
+                self._remember(driver.canary)
         except ChainBroken as error:
             fault, told_by = error, chain[1].peer if len(chain) > 1 else None
             if error.failure.peer == told_by:
@@ -193,6 +199,12 @@ class Service:
         with trio.move_on_after(_REOPEN_S):
             while self._chain() == chain:
                 await self._presence.swarm.changed()
+
+    def _remember(self, seen: Seen | None) -> None:
+        """What rings of ours saw of their last few versions: the next one of the run has to see the same."""
+        if seen is not None:
+            self._canaries.setdefault(seen.version, seen)
+            self._canaries = dict(sorted(self._canaries.items())[-_CANARIES_MAX:])
 
     async def _work(self, driver: ChainDriver, holding: Holding) -> None:
         """Until the ring fails, or the plan has another for us."""

@@ -2,8 +2,8 @@
 
 A swarm on loopback: a bootstrap, three peers that hold half of the model each (a chain of two, and one that stands by)
 as real processes, and here the trainer's leader with a consumer that takes groups and never trains, so that every
-token can be drawn again by the whole model and compared. A stage waits a while in each step, so that the machine's cores are
-not what is measured. One case after the other; what was killed is started anew and stands by before the next.
+token can be drawn again by the whole model and compared. A stage waits a while in each step, so that the machine's
+cores are not what is measured. One case after the other; what was killed is started anew and stands by before the next.
 
 Seconds are from the fault until groups come, over two seconds, at 80 % or more of the rate that the swarm settles at
 afterwards.
