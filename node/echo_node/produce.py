@@ -73,8 +73,8 @@ class Counter:
 class Head:
     """Makes groups for as long as a peer serves a run, with one ring after the other.
 
-    `made`, `resumed` and `dropped` count groups: finished ones, those that went on in another ring, and those that no
-    ring could finish in time.
+    `made` and `dropped` count groups that were finished and that no ring could finish in time; `resumed` counts how
+    often one went on in another ring.
     """
 
     def __init__(self, presence: Presence, run: Run, prompts: Prompts, counter: Counter) -> None:
@@ -148,7 +148,7 @@ class Head:
                 samples = await driver.generate(request, None, so_far)
             except ChainBroken as error:
                 so_far = error.so_far if isinstance(error, GroupBroken) else so_far
-                self.resumed += bool(so_far and so_far.token_count)
+                self.resumed += 1
                 continue
             except ChainError:
                 self.dropped += so_far is not None

@@ -82,7 +82,7 @@ class Service:
                 while not self._holding.host.corrupt:
                     chain = self._chain()
                     if chain and chain[0].peer == self._presence.identity.peer_id:
-                        await self._drive(chain, self._holding)
+                        await self._drive_while_planned(chain, self._holding)
                     else:
                         await self._presence.swarm.changed()
             raise ChainError(f"the stage of span {span} computes otherwise than it did")
@@ -162,8 +162,26 @@ class Service:
         with suppress(trio.WouldBlock):  # what fails faster than it is looked into says nothing new
             self._ends.send_nowait((opening.route, opening.plan, failure, told_by))
 
-    async def _drive(self, chain: tuple[Stop, ...], holding: Holding) -> None:
+    async def _drive_while_planned(self, chain: tuple[Stop, ...], holding: Holding) -> None:
         """Keep the ring of a chain open and working while it is the plan's; one that fails is opened again."""
+        async with trio.open_nursery() as nursery:
+
+            async def keep_driving() -> None:
+                while not holding.host.corrupt:
+                    await self._drive(chain, holding)
+                    await trio.sleep(_REOPEN_S)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(keep_driving)
+            while self._chain() == chain:
+                if self._head.driver is None:
+                    self._presence.swarm.look_again()
+                await self._presence.swarm.changed(_REOPEN_S)
+            log.info("the plan has another chain for us, or none")
+            nursery.cancel_scope.cancel()
+
+    async def _drive(self, chain: tuple[Stop, ...], holding: Holding) -> None:
+        """Open the ring, and make groups until it fails."""
         plan = self._plan()
         config, manifest = self._board.config.inference, self._run.manifest
         ring = Ring(
@@ -182,10 +200,12 @@ class Service:
                 with suppress(ChainBroken):  # which is the driver's fault then
                     await bring_together(driver, holding.replica)
                     voice = Voice(driver, manifest, self._prompts.model_path)
-                    with self._head.using(driver), self._board.desk.lend(voice):
-                        await self._work(driver, holding)
+                    try:
+                        with self._head.using(driver), self._board.desk.lend(voice):
+                            await self._work(driver, holding)
+                    finally:
+                        self._remember(driver.canary)
                 fault, told_by = driver.fault, driver.told_by
-                self._remember(driver.canary)
         except ChainBroken as error:
             fault, told_by = error, chain[1].peer if len(chain) > 1 else None
             if error.failure.peer == told_by:
@@ -194,11 +214,8 @@ class Service:
             log.warning("the chain can't be opened: %s", error)
             fault, told_by = None, None
         if fault is not None:
-            log.warning("%s; opening it again", fault)
+            log.warning("%s", fault)
             self._ended(opening, fault.failure, told_by)
-        with trio.move_on_after(_REOPEN_S):
-            while self._chain() == chain:
-                await self._presence.swarm.changed()
 
     def _remember(self, seen: Seen | None) -> None:
         """What rings of ours saw of their last few versions: the next one of the run has to see the same."""
@@ -207,17 +224,8 @@ class Service:
             self._canaries = dict(sorted(self._canaries.items())[-_CANARIES_MAX:])
 
     async def _work(self, driver: ChainDriver, holding: Holding) -> None:
-        """Until the ring fails, or the plan has another for us."""
         async with trio.open_nursery() as nursery:
             if self._run.manifest.protocol == "async":
                 nursery.start_soon(self._head.keep_switched, driver, holding.replica)
-
-            async def until_the_plan_changes() -> None:
-                while self._chain() == driver.ring.route:
-                    await self._presence.swarm.changed()
-                log.info("the plan has another chain for us")
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(until_the_plan_changes)
             await driver.failed.wait()
             nursery.cancel_scope.cancel()
