@@ -6,7 +6,7 @@ Lives as long as the span stays, whatever becomes of the neighbours. Knows no gr
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import psutil
 import trio
@@ -20,14 +20,17 @@ from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainLimits
 from echo_p2p.chain.server import Allow, ChainServer, Ended
 from echo_p2p.chain.stage import Stage
+from echo_p2p.chain.verdict import Remembered
 from echo_p2p.chain.workload import PROMPT_POSITIONS, cache_room
 from echo_p2p.errors import ModelError
 from echo_p2p.swarm import Run
 from echo_p2p.weights.fetch import Replica
 from echo_p2p.weights.store import Store
-from echo_protocols.values import Span
+from echo_protocols.values import PolicyVersion, Span
 
 log = logging.getLogger(__name__)
+
+_SPOILT_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Terms:
     allow: Allow
     ended: Ended
     engaged: Callable[[], bool]
+    spoilt: dict[tuple[Span, PolicyVersion], Remembered] = field(default_factory=dict)
+    """What stages that went bad had made of canaries: loaded anew, they have to make the same. The last eight."""
 
 
 @asynccontextmanager
@@ -71,10 +76,17 @@ async def hold(span: Span, terms: Terms) -> AsyncIterator[Holding]:
         limits = await trio.to_thread.run_sync(_limits, stage, terms)
         presence = terms.board.presence
         host = StageHost(presence.identity.peer_id, stage, replica, version, limits=limits)
+        host.canaries = terms.spoilt.get((span, version), host.canaries)
         server = ChainServer(presence.hive, host, terms.allow, terms.ended)
         await nursery.start(server.serve)
         nursery.start_soon(_follow, host, replica, terms)
-        yield Holding(span, host, server, replica)
+        try:
+            yield Holding(span, host, server, replica)
+        finally:
+            if host.corrupt:
+                terms.spoilt[span, host.version] = host.canaries
+                for oldest in list(terms.spoilt)[:-_SPOILT_MAX]:
+                    del terms.spoilt[oldest]
         nursery.cancel_scope.cancel()
 
 

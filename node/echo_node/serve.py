@@ -23,7 +23,7 @@ from echo_node.push import Pusher
 from echo_node.rate import Rate
 from echo_node.state import Activity, InferenceView
 from echo_p2p.chain.driver import ChainDriver, open_chain
-from echo_p2p.chain.link import ChainBroken
+from echo_p2p.chain.link import GARBAGE, ChainBroken
 from echo_p2p.chain.ring import Ring, opening_fault
 from echo_p2p.chain.verdict import Seen
 from echo_p2p.errors import ChainError
@@ -204,7 +204,7 @@ class Service:
                         with self._head.using(driver), self._board.desk.lend(voice):
                             await self._work(driver, holding)
                     finally:
-                        self._remember(driver.canary)
+                        self._remember(driver)
                 fault, told_by = driver.fault, driver.told_by
         except ChainBroken as error:
             fault, told_by = error, chain[1].peer if len(chain) > 1 else None
@@ -217,10 +217,11 @@ class Service:
             log.warning("%s", fault)
             self._ended(opening, fault.failure, told_by)
 
-    def _remember(self, seen: Seen | None) -> None:
-        """What rings of ours saw of their last few versions: the next one of the run has to see the same."""
-        if seen is not None:
-            self._canaries.setdefault(seen.version, seen)
+    def _remember(self, driver: ChainDriver) -> None:
+        """What a ring of ours that worked saw, of the last few versions: the next ones have to see the same."""
+        garbage = driver.fault is not None and driver.fault.failure.reason == GARBAGE
+        if driver.canary is not None and not garbage:
+            self._canaries.setdefault(driver.canary.version, driver.canary)
             self._canaries = dict(sorted(self._canaries.items())[-_CANARIES_MAX:])
 
     async def _work(self, driver: ChainDriver, holding: Holding) -> None:
