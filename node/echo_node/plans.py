@@ -90,4 +90,5 @@ def _stepped(value: float) -> float:
 def describe(found: Plan) -> str:
     """A plan in words."""
     chains = [" → ".join(f"…{stop.peer[-6:]} {stop.span}" for stop in chain) for chain in found.chains]
-    return "; ".join(chains) or "no chain: the peers here can't hold the model together"
+    ready = [f"…{stop.peer[-6:]} stands by with {stop.span}" for stop in found.standby]
+    return "; ".join([*chains, *ready]) or "no chain: the peers here can't hold the model together"

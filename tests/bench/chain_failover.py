@@ -49,6 +49,7 @@ from echo_p2p.chain.torch_stage import load_stage
 from echo_p2p.config import load_config
 from echo_p2p.identity import generate
 from echo_p2p.models import resolve_model
+from echo_p2p.net.ping import ping
 from echo_p2p.presence import Presence, open_presence
 from echo_p2p.swarm import Run
 from echo_p2p.weights.publish import Publisher
@@ -64,6 +65,7 @@ SHARE = 0.8
 WARM_S = 8.0
 SETTLE_S = 15.0
 PATIENCE_S = 120.0
+PING_PATIENCE_S = 10.0
 EDGE = 1e-4
 """A draw this near to the edge of its token's interval may fall on either side: other batches round differently."""
 
@@ -90,6 +92,8 @@ class Scene:
     flags: list[str]
     nodes: dict[str, NodeProcess] = field(default_factory=dict)  # by PeerID
     taken: list[Taken] = field(default_factory=list)
+    stricken: set[str] = field(default_factory=set)
+    pings: list[float] = field(default_factory=list)  # seconds until a healthy peer of the plan had answered
     gone: dict[str, int] = field(default_factory=lambda: {"resumed": 0, "dropped": 0})
 
     async def add(self, name: str, spoil: str = "noise") -> str:
@@ -185,6 +189,7 @@ async def scene(root: Path, *settings: str, command: tuple[str, ...] = CORRUPTIB
             nursery.start_soon(lead, presence, run, Standing())
             found = Scene(fleet, presence, run, flags)
             nursery.start_soon(_take, found)
+            nursery.start_soon(_ask, found)
             yield found
             nursery.cancel_scope.cancel()
 
@@ -196,6 +201,18 @@ async def _take(found: Scene) -> None:
             opened = check_group(found.presence, found.run, message.data, once=True)
             if isinstance(opened, Opened):
                 found.taken.append(Taken(trio.current_time(), opened.signer, opened.payload))
+
+
+async def _ask(found: Scene) -> None:
+    """How long healthy peers take to answer while they compute: what a leader may expect of them."""
+    while True:
+        await trio.sleep(1.0)  # a peer answers two a second at most
+        plan = found.presence.swarm.plan
+        for peer in {stop.peer for chain in plan.chains for stop in chain} if plan else ():
+            asked_at = trio.current_time()
+            answered = await ping(found.presence.hive, peer, PING_PATIENCE_S) is not None
+            if peer not in found.stricken and found.nodes[peer].ended is None:
+                found.pings.append(trio.current_time() - asked_at if answered else PING_PATIENCE_S)
 
 
 async def eventually(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
@@ -257,6 +274,7 @@ async def run_case(found: Scene, case: Case) -> dict[str, Any]:
     ready = victim.span == found.plan.standby[0].span
     usual = found.rate(trio.current_time() - WARM_S, trio.current_time())
     struck_at, groups = trio.current_time(), len(found.taken)
+    found.stricken.add(victim.peer)
     case.strike(found, victim.peer)
     await eventually(lambda: found.plan.span_of(victim.peer) is None)
     replanned_s = trio.current_time() - struck_at
@@ -268,6 +286,7 @@ async def run_case(found: Scene, case: Case) -> dict[str, Any]:
     gap = max((later - sooner for sooner, later in zip([struck_at, *starts], starts, strict=False)), default=0.0)
     after = await trio.to_thread.run_sync(found.count)
     await case.mend(found, victim.peer)
+    found.stricken.discard(victim.peer)
     return {
         "failover_seconds": round(_back_after(found, struck_at, settled, back, gap), 2),
         "replanned_seconds": round(replanned_s, 2),
@@ -345,7 +364,10 @@ async def measure(root: Path, cases: tuple[Case, ...]) -> dict[str, Any]:
         counters = {(each.worker, each.group.counter) for each in found.taken}
         last = {worker: max(number for other, number in counters if other == worker) for worker, _ in counters}
         wrong, tokens = await wrong_tokens(found)
+        slowest = sorted(found.pings)
     return figures | {
+        "pings": len(slowest), "ping_seconds_p50": round(slowest[len(slowest) // 2], 3),
+        "ping_seconds_p99": round(slowest[len(slowest) * 99 // 100], 3), "ping_seconds_max": round(slowest[-1], 3),
         "wrong_tokens": wrong, "tokens": tokens, "groups": groups, "groups_twice": groups - len(counters),
         "groups_lost_with_their_head": sum(number + 1 for number in last.values()) - len(counters),
     }  # fmt: skip
