@@ -41,10 +41,13 @@ def test_a_chain_goes_on_without_a_stage_that_fails_and_no_token_is_wrong(
             await found.warm()
             (before,) = found.plan.chains
             victim = before[CASES[name].place]
+            loads = {stop: loads_of(found, stop.peer) for stop in before}
             CASES[name].strike(found, victim.peer)
             await BENCH.eventually(lambda: bool(found.plan.chains) and found.plan.chains[0] != before)
             came = len(found.taken)
             await BENCH.eventually(lambda: len(found.taken) > came + MORE_GROUPS)
+            for stop in set(before) & set(found.plan.chains[0]):  # only their neighbours have changed
+                assert loads_of(found, stop.peer) == loads[stop]
             await CASES[name].mend(found, victim.peer)
             await BENCH.eventually(lambda: found.plan.span_of(victim.peer) is not None)
             check_groups(found)
@@ -54,6 +57,11 @@ def test_a_chain_goes_on_without_a_stage_that_fails_and_no_token_is_wrong(
         assert found.fleet.processes() == []
 
     trio.run(main)
+
+
+def loads_of(found: Any, peer: str) -> int:
+    """How often a peer has loaded a span."""
+    return int(found.nodes[peer].output().count("loaded span"))
 
 
 def check_groups(found: Any) -> None:
