@@ -105,9 +105,14 @@ class ChainDriver:
         return self._head.failed
 
     @property
-    def fault(self) -> ChainError | None:
+    def fault(self) -> ChainBroken | None:
         """Why, once it has."""
         return ChainBroken(self._head.failure) if self._head.failure else None
+
+    @property
+    def told_by(self) -> str | None:
+        """The neighbour in the ring that told of the fault; None if it was found here."""
+        return self._head.told_by
 
     @property
     def statistics(self) -> ChainStatistics:

@@ -63,6 +63,11 @@ class RingHead:
         """The peer that tokens come from."""
         return self._ring.route[-1].peer
 
+    @property
+    def told_by(self) -> str | None:
+        """The neighbour that told of the failure; None if it was found here."""
+        return self._link.told_by if self._link else None
+
     def send(self, frame: Frame) -> None:
         """Queue a frame for the second stop; a full queue is a failure of the ring."""
         if self._link is not None:

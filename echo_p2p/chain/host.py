@@ -83,7 +83,8 @@ class StageHost:
         self._discarded: list[int] = []
         self._steps = self._rows = self._switches = 0
         self._busy_s = 0.0
-        self._canaries = Remembered(tolerance_of(stage.engine))
+        self.canaries = Remembered(tolerance_of(stage.engine))
+        """What the stage made of canaries; one that was loaded anew may be given what it made before."""
         self.corrupt = False
         self._pace = Pace(self.limits.patience_s, self.limits.hop_timeout_s, _TIMES_USUAL)
         self._works: deque[_Work] = deque()
@@ -169,7 +170,7 @@ class StageHost:
 
         Raises ChainBroken; then the stage is `corrupt`, and serves no chain any more.
         """
-        if (fault := self._canaries.fault(read, outputs)) is not None:
+        if (fault := self.canaries.fault(read, outputs)) is not None:
             self.corrupt = True
             raise broken(GARBAGE, fault, self.peer)
 
@@ -213,7 +214,7 @@ class StageHost:
             if version != self.version:
                 self._weights.switch(version, self.stage)
                 self.version = version
-                self._canaries.forget()
+                self.canaries.forget()
                 self._switches += 1
 
         await self._in_thread(turn, work, self.limits.hop_timeout_s)

@@ -131,6 +131,8 @@ class Link:
     def __init__(self, chain: bytes, upstream: Stream, downstream: Stream, limits: ChainLimits) -> None:
         self.chain = chain
         self.predecessor = upstream.peer
+        self.told_by: str | None = None
+        """Whose failure frame ended the link; None for a fault that was found here."""
         self._upstream = upstream
         self._downstream = downstream
         self._limits = limits
@@ -179,7 +181,7 @@ class Link:
                 _, frame = await _receive(self._upstream, self.chain)
                 scope.deadline = math.inf
                 if isinstance(frame, Failure):
-                    raise ChainBroken(frame)
+                    raise self._told(frame, self._upstream)
                 try:
                     self._inbox.send_nowait(frame)
                 except trio.WouldBlock:
@@ -210,4 +212,9 @@ class Link:
         _, frame = await receive_frame(self._downstream, self.chain, float("inf"))
         if not isinstance(frame, Failure):
             raise broken("bad-frame", "a frame came against the ring", self._downstream.peer)
-        raise ChainBroken(frame)
+        raise self._told(frame, self._downstream)
+
+    def _told(self, failure: Failure, stream: Stream) -> ChainBroken:
+        if self._failure is None:
+            self.told_by = stream.peer
+        return ChainBroken(failure)

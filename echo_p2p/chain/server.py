@@ -41,6 +41,9 @@ Allow = Callable[[str, Open], str | None]
 _PREPARES_MAX = 4
 """Versions of one chain that a stage stages at a time."""
 
+Ended = Callable[[Open, Failure, str | None], None]
+"""Hears of each chain that has ended: how it was opened, why it ended, and the neighbour that said so, if one did."""
+
 Return = Callable[[Stream, Open], Awaitable[None]]
 
 
@@ -52,10 +55,13 @@ def allow_everybody(peer: str, opening: Open) -> str | None:
 class ChainServer:
     """Serves a host's stage to one chain at a time; a newer chain that is allowed takes the place of the older."""
 
-    def __init__(self, streams: Streams, host: StageHost, allow: Allow = allow_everybody) -> None:
+    def __init__(
+        self, streams: Streams, host: StageHost, allow: Allow = allow_everybody, ended: Ended | None = None
+    ) -> None:
         self.host = host
         self.streams = streams
         self._allow = allow
+        self._ended = ended
         self._returns: dict[bytes, Return] = {}
         self._serving: Link | None = None
         self._newest = b""
@@ -122,6 +128,8 @@ class ChainServer:
                 failure = await _ServedChain(host, link).run()
             finally:
                 self._serving = None
+        if self._ended is not None:
+            self._ended(opening, failure, link.told_by)
         if failure.reason != CLOSED:
             host.count_refusal(failure.reason)
             logger.warning("the chain from %s ended: %s", upstream.peer, ChainBroken(failure))

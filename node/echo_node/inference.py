@@ -13,7 +13,7 @@ from echo_node.feed import Feed
 from echo_node.places import Places
 from echo_node.produce import Counter
 from echo_node.prompts import Prompts, load_prompts
-from echo_node.serve import Assignment, Service
+from echo_node.serve import Service
 from echo_p2p.chain.shape import layers_that_fit, model_shape
 from echo_p2p.config import InferenceConfig, NodeConfig
 from echo_p2p.errors import ChainError, ConfigError, ModelError, NetError, WeightsError
@@ -25,6 +25,7 @@ from echo_p2p.swarm import Run, Swarm
 from echo_p2p.weights.store import Store
 from echo_protocols.peer import Capacity
 from echo_protocols.run import RunManifest
+from echo_protocols.values import Span
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ async def _serve_run(board: Board, places: Places, run: Run, prompts: Prompts) -
     store = await trio.to_thread.run_sync(Store, folder / "blobs", config.store_bytes)
     feed = Feed(presence, run, store)
     service = Service(board, run, prompts, feed, store, Counter(folder / "counter"))
-    presence.figures = service.figures
+    presence.figures, presence.busy = service.figures, service.busy
     board.inference, board.refused = service.view, service.refused
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run)
@@ -70,44 +71,42 @@ async def _serve_run(board: Board, places: Places, run: Run, prompts: Prompts) -
             )
         )
         presence.say(run_id=run.run_id, capacity=capacity, span=None)
+        nursery.start_soon(service.run)
         await _follow_plan(presence, service)
 
 
 async def _follow_plan(presence: Presence, service: Service) -> None:
-    """Serve one assignment after the other until cancelled."""
+    """Hold one span after the other until cancelled."""
     while True:
-        assignment = assignment_of(presence)
-        presence.say(span=assignment.span if assignment else None)
-        if assignment is None:
+        span = span_of(presence)
+        presence.say(span=span)
+        if span is None:
             log.info("no chain needs this peer yet; waiting for a plan")
-            while assignment_of(presence) is None:
+            while span_of(presence) is None:
                 await presence.swarm.changed()
             continue
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_keep_serving, service, assignment)
-            while assignment_of(presence) == assignment:
+            nursery.start_soon(_keep_serving, service, span)
+            while span_of(presence) == span:
                 await presence.swarm.changed()
-            log.info("the plan has changed; leaving span %s", assignment.span)
+            log.info("the plan has changed; leaving span %s", span)
             nursery.cancel_scope.cancel()
 
 
-async def _keep_serving(service: Service, assignment: Assignment) -> None:
-    """Serve one assignment until cancelled; what the network does to it is no reason to leave the swarm."""
+async def _keep_serving(service: Service, span: Span) -> None:
+    """Hold a span until cancelled; what the network does to it is no reason to leave the swarm."""
     while True:
         try:
-            await service.serve(assignment)
+            await service.serve(span)
         except* (NetError, WeightsError, ChainError) as failures:
-            log.warning("span %s failed (%s); serving it again", assignment.span, failures.exceptions[0])
+            log.warning("span %s failed (%s); serving it again", span, failures.exceptions[0])
         await trio.sleep(_SERVE_AGAIN_S)
 
 
-def assignment_of(presence: Presence) -> Assignment | None:
-    """What the latest plan wants of this peer."""
-    plan, peer = presence.swarm.plan, presence.identity.peer_id
-    chain = plan.chain_of(peer) if plan else None
-    if chain is None:
-        return None
-    return Assignment(chain, next(stop.span for stop in chain if stop.peer == peer))
+def span_of(presence: Presence) -> Span | None:
+    """What the latest plan wants this peer to hold."""
+    plan = presence.swarm.plan
+    return plan.span_of(presence.identity.peer_id) if plan else None
 
 
 def measure_capacity(config: InferenceConfig, manifest: RunManifest) -> Capacity:

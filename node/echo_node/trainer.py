@@ -11,9 +11,9 @@ import trio
 from echo_node.board import Board
 from echo_node.course import Course
 from echo_node.herald import Herald
+from echo_node.leader import lead
 from echo_node.learner import Learner
 from echo_node.places import Places, write_whole
-from echo_node.plans import lead
 from echo_node.prompts import load_prompts
 from echo_node.pull_gather import PullGather
 from echo_p2p.chain.shape import model_shape

@@ -13,7 +13,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo_protocols import envelope, hop, keys
-from echo_protocols.peer import Capacity, Plan, RoleRecord, Stop, Way
+from echo_protocols.peer import Capacity, Complaint, Plan, RoleRecord, Stop, Way
 from echo_protocols.release import Chunk, Release, Skip, policy_hash
 from echo_protocols.rollout import LargeRollout, RolloutGroup, Sample, Segment, Slot
 from echo_protocols.run import Admission, RunManifest, Sampling, TaskSpec
@@ -30,6 +30,7 @@ _KEY = Ed25519PrivateKey.from_private_bytes(SEED)
 _PUBLIC = _KEY.public_key().public_bytes_raw()
 _OTHER_PUBLIC = Ed25519PrivateKey.from_private_bytes(OTHER_SEED).public_key().public_bytes_raw()
 _PEER, _OTHER = keys.peer_id(_PUBLIC), keys.peer_id(_OTHER_PUBLIC)
+_THIRD = keys.peer_id(Ed25519PrivateKey.from_private_bytes(bytes(range(64, 96))).public_key().public_bytes_raw())
 
 _V0, _V1 = PolicyVersion(epoch=0, step=41), PolicyVersion(epoch=1, step=42)
 _MANIFEST = RunManifest(
@@ -56,6 +57,9 @@ _ROUTE = (
     Stop(peer=_PEER, span=Span(start=0, end=2, layers=6)),
     Stop(peer=_OTHER, span=Span(start=2, end=6, layers=6)),
 )
+
+
+_STANDBY = Stop(peer=_THIRD, span=Span(start=2, end=6, layers=6))
 
 
 def plain(value: object) -> object:
@@ -182,13 +186,14 @@ def envelope_vectors() -> object:
     payloads: list[tuple[envelope.Kind[Any], bytes, object]] = [
         (envelope.ROLE, envelope.NO_RUN, _role()),
         (envelope.RUN, envelope.NO_RUN, _MANIFEST),
-        (envelope.PLAN, run, Plan(number=9, layers=6, chains=(_ROUTE,))),
+        (envelope.PLAN, run, Plan(number=9, layers=6, chains=(_ROUTE,), standby=(_STANDBY,))),
         (envelope.RELEASE, run, _release()),
         (envelope.LATEST, run, LatestRelease(version=_V1, release=b"h" * 32, size_bytes=1000)),
         (envelope.ROLLOUT, run, _group(None)),
         (envelope.ROLLOUT, run, _group(Slot(step=42, slot=3))),
         (envelope.LARGE_ROLLOUT, run, LargeRollout(blob=b"l" * 32, size_bytes=70_000)),
         (envelope.PULL, run, PullRequest(version=_V1, slots=slots)),
+        (envelope.COMPLAINT, run, Complaint(plan=9, accused=_OTHER, reason="silent")),
     ]
     return [
         {
