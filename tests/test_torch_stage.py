@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from echo_p2p.chain.shape import layers_that_fit, model_shape, span_bytes, tensor_entries
+from echo_p2p.chain.shape import layers_that_fit, model_shape, span_bytes
 from echo_p2p.chain.stage import TensorUpdate
 from echo_p2p.chain.torch_cache import folded_attention
 from echo_p2p.chain.torch_stage import TorchStage, load_stage
 from echo_p2p.errors import ChainError, ModelError, WeightsError
+from echo_p2p.models.layout import tensor_entries
 from echo_protocols.values import Span
 
 SIZES = {

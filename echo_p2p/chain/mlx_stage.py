@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 from echo_p2p.chain.lanes import Entered, Lanes
 from echo_p2p.chain.mlx_weights import MlxWeights, live_arrays
 from echo_p2p.chain.parity import Loader, check_parity
-from echo_p2p.chain.shape import model_shape, span_tensors, tensor_entries
+from echo_p2p.chain.shape import model_shape
 from echo_p2p.chain.stage import Bits, TensorUpdate
 from echo_p2p.errors import ChainError, ModelError
+from echo_p2p.models.layout import span_tensors, tensor_entries
 from echo_protocols.values import Span
 
 FAMILIES = frozenset({

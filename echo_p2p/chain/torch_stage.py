@@ -10,6 +10,7 @@ layer numbers and the family's own forward stay, so a chain computes the whole m
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +27,10 @@ from echo_p2p.chain.adapters import adapted
 from echo_p2p.chain.lanes import Entered, Lanes
 from echo_p2p.chain.layouts import experts_apart
 from echo_p2p.chain.live_weights import LiveWeights, TorchWeights, live_parameters, shapes_of
-from echo_p2p.chain.shape import span_tensors, tensor_entries
 from echo_p2p.chain.stage import Bits, TensorUpdate
 from echo_p2p.chain.torch_cache import LaneCache, is_ragged, use_grouped_attention
 from echo_p2p.errors import ChainError, ModelError
+from echo_p2p.models.layout import span_tensors, tensor_entries, tensor_shapes
 from echo_protocols.adapter import AdapterSpec
 from echo_protocols.values import Span
 
@@ -47,11 +48,14 @@ def load_stage(
     max_lanes: int = 64,
     max_length: int | None = None,
     kv_positions: int | None = None,
+    weights: bool = True,
 ) -> "TorchStage":
     """Load the tensors of `span`, and no others, from a folder in Hugging Face format.
 
-    `dtype` computes: float32 on a CPU (default), bfloat16 elsewhere. `max_length` bounds a lane's positions (default:
-    what the model was made for), `kv_positions` those of all lanes (default: by lanes alone). Raises ModelError.
+    Without `weights` all of them are zero until they are applied: the folder needs no more than the layout of its
+    tensors. `dtype` computes: float32 on a CPU (default), bfloat16 elsewhere. `max_length` bounds a lane's positions
+    (default: what the model was made for), `kv_positions` those of all lanes (default: by lanes alone). Raises
+    ModelError.
     """
     where = torch.device(_pick_device() if device == "auto" else device)
     dtype = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
@@ -60,7 +64,7 @@ def load_stage(
     config = _read_config(model_path)
     if config.num_hidden_layers != span.layers:
         raise ModelError(f"span {span} is not of {model_path}, which has {config.num_hidden_layers} layers")
-    model = _read_model(model_path, config, span, dtype).to(where).eval()
+    model = _read_model(model_path, config, span, dtype, weights=weights).to(where).eval()
     use_grouped_attention(model)
     bound = max_length or int(getattr(config, "max_position_embeddings", 4096))
     logger.debug("loaded span %s of %s on %s in %s", span, model_path, where, dtype)
@@ -226,7 +230,7 @@ def _stage_class(config: Any, span: Span) -> Any:
 
 def _read_config(model_path: Path) -> Any:
     try:
-        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+        config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{model_path} holds no readable config.json ({error}): name a Hugging Face folder") from error
     if not hasattr(config, "num_hidden_layers"):
@@ -234,21 +238,38 @@ def _read_config(model_path: Path) -> Any:
     return config
 
 
-def _read_model(model_path: Path, config: Any, span: Span, dtype: torch.dtype) -> Any:
-    entries = tensor_entries(model_path)
-    names = span_tensors(entries, span, tied=bool(config.tie_word_embeddings))
-    with ExitStack() as stack, _quiet():
-        try:
-            files = {f: stack.enter_context(safe_open(f, framework="pt")) for f in {entries[n].file for n in names}}
-            state = {name: files[entries[name].file].get_tensor(name) for name in names}
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"the weights of {model_path} can't be read ({error}): fetch the model again") from error
-        read: Callable[..., Any] = _stage_class(config, span).from_pretrained
+def _read_model(model_path: Path, config: Any, span: Span, dtype: torch.dtype, *, weights: bool) -> Any:
+    stage_class = _stage_class(config, span)
+    with _quiet():
+        state = _stored(model_path, config, span) if weights else _zeros(model_path, config, span, stage_class)
+        read: Callable[..., Any] = stage_class.from_pretrained
         model, report = read(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
     absent = sorted(report["missing_keys"]) + sorted(report["mismatched_keys"])
     if absent:
         raise ModelError(f"{model_path} lacks {absent[0]!r} and {len(absent) - 1} more: fetch the model again")
     return model
+
+
+def _stored(model_path: Path, config: Any, span: Span) -> dict[str, torch.Tensor]:
+    entries = tensor_entries(model_path)
+    names = span_tensors(entries, span, tied=bool(config.tie_word_embeddings))
+    with ExitStack() as stack:
+        try:
+            files = {f: stack.enter_context(safe_open(f, framework="pt")) for f in {entries[n].file for n in names}}
+            return {name: files[entries[name].file].get_tensor(name) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"the weights of {model_path} can't be read ({error}): fetch the model again") from error
+
+
+def _zeros(model_path: Path, config: Any, span: Span, stage_class: Any) -> dict[str, torch.Tensor]:
+    """In the place of what is stored. The layout may come from a stranger: nothing larger than it says is allocated."""
+    shapes = tensor_shapes(model_path)
+    names = span_tensors(shapes, span, tied=bool(config.tie_word_embeddings))
+    with torch.device("meta"):
+        hosted = sum(parameter.numel() for parameter in stage_class(config).parameters())
+    if hosted > sum(prod(shapes[name]) for name in names):
+        raise ModelError(f"{model_path} has a config.json of larger tensors than its layout says: name another model")
+    return {name: torch.zeros(shapes[name], dtype=torch.bfloat16) for name in names}
 
 
 @contextmanager
