@@ -26,6 +26,7 @@ HOMES = {
         "echo_p2p.models",
         "echo_p2p.models.warm_start",
     },
+    "huggingface_hub": {"echo_p2p.models.hub"},
     "numba": {"echo_p2p.kernels"},
     "mlx": {"echo_p2p.chain.mlx_stage", "echo_p2p.chain.mlx_weights"},
     "mlx_lm": {"echo_p2p.chain.mlx_stage"},
