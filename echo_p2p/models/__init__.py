@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from echo_p2p.errors import ModelError
 from echo_p2p.models.hub import Report, Snapshot, fetch_large, fetch_small, find_snapshot
-from echo_p2p.models.layout import INDEX, SINGLE, is_tied, span_tensors, weight_files
+from echo_p2p.models.layout import INDEX, files_with, is_tied, span_tensors, tensor_shapes
 from echo_protocols.values import Span
 
 TINY = "tiny"
@@ -61,23 +61,20 @@ def hub_id(reference: str) -> tuple[str, str | None] | None:
     return name, revision or None
 
 
-def fetch_weights(snapshot: Snapshot, span: Span | None, report: Report) -> Path:
-    """Fetch the files of a hub's model that hold tensors of a span (None: of all), and its small files.
+def fetch_weights(snapshot: Snapshot, names: Collection[str] | None, report: Report) -> Path:
+    """Fetch the files of a hub's model that hold some tensors (None: all), and its small files.
 
     Returns their folder. Of a model in one file, that is the whole file. Raises ModelError.
     """
     fetch_small(snapshot, (*SMALL_FILES, INDEX))
-    fetch_large(snapshot, span_files(snapshot.folder, span), report)
+    fetch_large(snapshot, files_with(snapshot.folder, names), report)
     return snapshot.folder
 
 
-def span_files(folder: Path, span: Span | None) -> list[str]:
-    """The names of the weight files that hold tensors of a span (None: of all), by a folder's index and config.json."""
-    named = weight_files(folder)
-    if span is not None and named:
-        tied = is_tied(_config(folder), named)
-        named = {name: named[name] for name in span_tensors(named, span, tied=tied)}
-    return sorted(set(named.values())) or [SINGLE]
+def tensors_of(folder: Path, span: Span) -> list[str]:
+    """The names of a span's tensors, by a folder's layout and config.json. Raises ModelError."""
+    shapes = tensor_shapes(folder)
+    return span_tensors(shapes, span, tied=is_tied(_config(folder), shapes))
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ download, which goes on from there the next time.
 import hashlib
 import logging
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ _LOCK_S = 1.0
 _PIECE_BYTES = 2**20
 _ETAG = re.compile(r"[0-9a-f]{32,64}")
 _SHA256_DIGITS = 64
+_SMALL_MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def find_snapshot(name: str, revision: str | None) -> Snapshot:
     The cache's last one if the hub can't be reached. Its config.json is here. Raises ModelError.
     """
     with _asking(name, revision):
-        config = Path(_download()(name, "config.json", revision=revision))
+        config = _fetch_small(name, "config.json", revision)
     return Snapshot(name, config.parent.name, config.parent)
 
 
@@ -64,16 +66,11 @@ def fetch_small(snapshot: Snapshot, files: Sequence[str]) -> None:
             continue  # it is here, or known not to be
         with _asking(snapshot.name, snapshot.commit):
             try:
-                _download()(snapshot.name, file, revision=snapshot.commit)
+                _fetch_small(snapshot.name, file, snapshot.commit)
             except LocalEntryNotFoundError:
                 log.debug("%s: %s is not in the cache", snapshot.name, file)  # offline: the model may have none
             except EntryNotFoundError:
                 log.debug("%s has no %s", snapshot.name, file)
-
-
-def missing_files(snapshot: Snapshot, files: Sequence[str]) -> list[str]:
-    """Those that are not in the cache."""
-    return [file for file in files if not (snapshot.folder / file).is_file()]
 
 
 def sizes_of(snapshot: Snapshot, files: Sequence[str]) -> dict[str, int]:
@@ -110,8 +107,18 @@ def remote_shapes(snapshot: Snapshot, file: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(int(n) for n in tensor.shape) for name, tensor in found.tensors.items()}
 
 
+def _fetch_small(name: str, file: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    found = hf_hub_download(name, file, revision=revision, dry_run=True)
+    if (found.file_size or 0) > _SMALL_MAX_BYTES:
+        raise ModelError(f"{file} of {name} has {found.file_size} bytes, which no such file needs: name another model.")
+    return Path(hf_hub_download(name, file, revision=revision))
+
+
 def _fetch(snapshot: Snapshot, file: str, report: Callable[[int], None]) -> None:
     from filelock import Timeout
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import WeakFileLock
 
     metadata = _metadata(snapshot, file)
@@ -126,7 +133,7 @@ def _fetch(snapshot: Snapshot, file: str, report: Callable[[int], None]) -> None
             except Timeout:
                 report(0)
     with _asking(snapshot.name, snapshot.commit):
-        _download()(snapshot.name, file, revision=snapshot.commit)
+        hf_hub_download(snapshot.name, file, revision=snapshot.commit)
 
 
 def _fetch_blob(snapshot: Snapshot, file: str, blob: Path, size_bytes: int, report: Callable[[int], None]) -> None:
@@ -134,6 +141,9 @@ def _fetch_blob(snapshot: Snapshot, file: str, blob: Path, size_bytes: int, repo
     part = blob.with_name(f"{blob.name}.echo-part")
     if part.exists() and part.stat().st_size:
         log.info("%s goes on at %.0f %%", file, 100 * part.stat().st_size / max(1, size_bytes))
+    if (free := shutil.disk_usage(blob.parent).free) < size_bytes - (part.stat().st_size if part.exists() else 0):
+        cure = "free some, or set HF_HOME to another disk"
+        raise ModelError(f"{file} of {snapshot.name} has {size_bytes >> 20} MiB, and {free >> 20} are free: {cure}.")
     failures = 0
     while (held := part.stat().st_size if part.exists() else 0) < size_bytes:
         try:
@@ -181,12 +191,6 @@ def _metadata(snapshot: Snapshot, file: str) -> Any:
 
     with _asking(snapshot.name, snapshot.commit):
         return get_hf_file_metadata(hf_hub_url(snapshot.name, file, revision=snapshot.commit))
-
-
-def _download() -> Callable[..., str]:
-    from huggingface_hub import hf_hub_download
-
-    return hf_hub_download
 
 
 def _vendor_failures() -> tuple[type[Exception], ...]:

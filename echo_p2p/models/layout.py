@@ -1,7 +1,7 @@
-"""Which tensors a model has, of what shapes, in which files: from safetensors headers, or from `tensors.json`.
+"""Which tensors a model has, of what shapes, in which files: from safetensors headers, or from `echo_tensors.json`.
 
-`tensors.json` says the shapes of all tensors where the weights themselves are not, or not all: a JSON object of names
-and shapes, in the order of the names. Reads no weights, needs no torch; files may come from anybody.
+`echo_tensors.json` says the shapes of all tensors where the weights themselves are not, or not all: a JSON object of
+names and shapes, in the order of the names. Reads no weights, needs no torch; files may come from anybody.
 
 A header is the file's first 8 bytes (its length, little endian) and then JSON: name, type, shape of each tensor.
 """
@@ -9,7 +9,7 @@ A header is the file's first 8 bytes (its length, little endian) and then JSON: 
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -21,7 +21,7 @@ from echo_p2p.errors import ModelError
 from echo_protocols.release import part_of, parts_of
 from echo_protocols.values import Span
 
-LAYOUT = "tensors.json"
+LAYOUT = "echo_tensors.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -42,12 +42,12 @@ class TensorEntry(NamedTuple):
 
 
 def encode_layout(shapes: Shapes) -> bytes:
-    """`tensors.json`: the same bytes for the same tensors."""
+    """`echo_tensors.json`: the same bytes for the same tensors."""
     return msgspec.json.encode({name: list(shapes[name]) for name in sorted(shapes)}, order="deterministic")
 
 
 def decode_layout(content: bytes) -> dict[str, tuple[int, ...]]:
-    """The shapes that a `tensors.json` says. Raises ModelError, and nothing else, whatever the content is."""
+    """The shapes that a `echo_tensors.json` says. Raises ModelError, and nothing else, whatever the content is."""
     try:
         return msgspec.json.decode(content, type=_Layout)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -55,7 +55,7 @@ def decode_layout(content: bytes) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a model's folder: by `tensors.json` if it has one, else by its weights' headers.
+    """Shape of every tensor of a model's folder: by `echo_tensors.json` if it has one, else by its weights' headers.
 
     Buffers that are computed from the configuration are left out: some old files have them. Raises ModelError.
     """
@@ -86,6 +86,19 @@ def span_tensors(names: Mapping[str, object], span: Span, *, tied: bool) -> list
 def is_tied(config: Mapping[str, Any], names: Mapping[str, object]) -> bool:
     """Whether the output matrix is the embedding matrix; where the configuration doesn't say, the tensors tell."""
     return bool(config.get("tie_word_embeddings", "lm_head.weight" not in names))
+
+
+def files_with(folder: Path, names: Collection[str] | None) -> list[str]:
+    """The weight files of a folder that hold some tensors (None: all), by its index. Raises ModelError if it has none.
+
+    Without an index all are in one file; whether that has them is not looked at.
+    """
+    named = weight_files(folder)
+    if not named:
+        return [SINGLE]
+    if absent := sorted(set(names or ()) - named.keys()):
+        raise ModelError(f"the index of {folder} lacks {absent[0]!r} and {len(absent) - 1} more: name another model")
+    return sorted(set(named.values()) if names is None else {named[name] for name in names})
 
 
 def weight_files(folder: Path) -> dict[str, str]:

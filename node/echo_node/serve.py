@@ -20,7 +20,9 @@ from echo_node.board import Board
 from echo_node.chat_desk import Voice
 from echo_node.feed import Feed
 from echo_node.produce import Counter, Head
+from echo_node.progress import cancellable, showing
 from echo_node.prompts import Prompts
+from echo_node.run_model import RunModel
 from echo_node.state import InferenceView
 from echo_p2p.chain.driver import open_chain
 from echo_p2p.chain.engines import load_engine
@@ -95,8 +97,11 @@ class SlowStage:
 class Service:
     """Serves assignments, one at a time, and says how it goes."""
 
-    def __init__(self, board: Board, run: Run, prompts: Prompts, feed: Feed, store: Store, counter: Counter) -> None:
+    def __init__(
+        self, board: Board, run: Run, model: RunModel, prompts: Prompts, feed: Feed, store: Store, counter: Counter
+    ) -> None:
         self._board = board
+        self._model = model
         self._presence = board.presence
         self._run = run
         self._prompts = prompts
@@ -143,10 +148,11 @@ class Service:
         self._view = InferenceView(span=str(assignment.span), chain=peers, head=head, activity="fetching")
         stage = await self._load(assignment.span)
         initial = await trio.to_thread.run_sync(stage.tensors)
-        replica = Replica(initial, self._store)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._feed.keep_staged, replica)
-            version = await replica.newer_than(None)
+            with showing(f"weights of span {assignment.span} from peers") as report:
+                replica = Replica(initial, self._store, report=report)
+                nursery.start_soon(self._feed.keep_staged, replica)
+                version = await replica.newer_than(None)
             await trio.to_thread.run_sync(replica.switch, version, stage)
             log.info("serving span %s at version %s", assignment.span, version)
             limits = await trio.to_thread.run_sync(self._limits, stage)
@@ -160,8 +166,12 @@ class Service:
     async def _load(self, span: Span) -> Stage:
         config = self._board.config.inference
         sampling = self._run.manifest.sampling
+        with showing(f"fetching weights of span {span}") as report:
+            origin = await trio.to_thread.run_sync(self._model.bring_weights, span, cancellable(report))
         stage: Stage = await trio.to_thread.run_sync(
-            lambda: load_engine(config.engine, self._prompts.model_path, span, device=config.device)
+            lambda: load_engine(
+                config.engine, self._model.folder, span, device=config.device, weights=origin != "peers"
+            )
         )
         log.info(
             "loaded span %s of %s into %s, answers of up to %d tokens",

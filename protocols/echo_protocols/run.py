@@ -20,16 +20,16 @@ ModelFileName = Literal[
     "added_tokens.json",
     "chat_template.jinja",
     "config.json",
+    "echo_tensors.json",
     "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
-    "tensors.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
 ]
-"""The files of a model that peers give each other: data that is read, never code. `tensors.json` is Echo's own."""
+"""The files of a model that peers give each other: data that is read, never code. `echo_tensors.json` is Echo's own."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -105,8 +105,8 @@ def check_model_files(files: tuple[ModelFile, ...]) -> None:
     names = [file.name for file in files]
     if names != sorted(set(names)):
         raise ValueError("the files of the model are not in the order of their names, or one is named twice")
-    if not {"config.json", "tensors.json"} <= set(names):
-        raise ValueError("the files of the model lack config.json or tensors.json")
+    if not {"config.json", "echo_tensors.json"} <= set(names):
+        raise ValueError("the files of the model lack config.json or echo_tensors.json")
     if sum(file.size_bytes for file in files) > MODEL_FILES_MAX_BYTES:
         raise ValueError(f"the files of the model are over {MODEL_FILES_MAX_BYTES} bytes together")
 

@@ -56,7 +56,7 @@ _WITH_FILES = msgspec.structs.replace(
     _MANIFEST,
     model_files=(
         ModelFile(name="config.json", hash=b"c" * 32, size_bytes=700),
-        ModelFile(name="tensors.json", hash=b"s" * 32, size_bytes=9000),
+        ModelFile(name="echo_tensors.json", hash=b"s" * 32, size_bytes=9000),
     ),
 )
 _ROUTE = (
