@@ -6,10 +6,7 @@ from typing import Any, NamedTuple
 
 from echo_p2p.errors import ModelError
 from echo_p2p.models.layout import is_tied, span_tensors, tensor_entries
-from echo_protocols.release import part_of
 from echo_protocols.values import Span
-
-_WEIGHTS_SHARE = 0.7  # of a device's memory; the rest is for KV caches, activations and the process itself
 
 
 class ModelShape(NamedTuple):
@@ -40,24 +37,6 @@ def span_bytes(model_path: Path, span: Span, *, value_bytes: int = 4) -> int:
     entries = tensor_entries(model_path)
     names = span_tensors(entries, span, tied=model_shape(model_path).tied)
     return value_bytes * sum(entries[name].values for name in names)
-
-
-def layers_that_fit(model_path: Path, memory_bytes: int, *, value_bytes: int = 4) -> int:
-    """How many layers a device with this memory can serve, wherever its span lies; all of them only if both ends fit.
-
-    A share of the memory stays free for KV caches. Any proper span is priced with the dearer end of the model.
-    """
-    entries = tensor_entries(model_path)
-    layers, _, tied, _, _ = model_shape(model_path)
-    cost = dict.fromkeys(["embed", "head", *(f"layer.{i}" for i in range(layers))], 0)
-    for name in span_tensors(entries, Span(start=0, end=layers, layers=layers), tied=tied):
-        cost[part_of(name)] += value_bytes * entries[name].values
-    budget = int(memory_bytes * _WEIGHTS_SHARE)
-    if sum(cost.values()) <= budget:
-        return layers
-    end = max(cost["embed"], cost["head"] + (cost["embed"] if tied else 0))
-    layer = max(cost[f"layer.{i}"] for i in range(layers))
-    return max(0, min(layers - 1, (budget - end) // max(1, layer)))
 
 
 def _text_config(model_path: Path) -> dict[str, Any]:

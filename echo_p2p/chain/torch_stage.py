@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
+_VENDOR_FAILURES = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, OSError)
+
 
 def load_stage(
     model_path: Path,
@@ -231,7 +233,7 @@ def _stage_class(config: Any, span: Span) -> Any:
 def _read_config(model_path: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{model_path} holds no readable config.json ({error}): name a Hugging Face folder") from error
     if not hasattr(config, "num_hidden_layers"):
         raise ModelError(f"{model_path} is of type {config.model_type!r}, which is no decoder of text: name another")
@@ -241,9 +243,13 @@ def _read_config(model_path: Path) -> Any:
 def _read_model(model_path: Path, config: Any, span: Span, dtype: torch.dtype, *, weights: bool) -> Any:
     stage_class = _stage_class(config, span)
     with _quiet():
-        state = _stored(model_path, config, span) if weights else _zeros(model_path, config, span, stage_class)
-        read: Callable[..., Any] = stage_class.from_pretrained
-        model, report = read(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+        try:
+            state = _stored(model_path, config, span) if weights else _zeros(model_path, config, span, stage_class)
+            read: Callable[..., Any] = stage_class.from_pretrained
+            model, report = read(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+        except _VENDOR_FAILURES as error:
+            cure = "name another model, or free memory"
+            raise ModelError(f"transformers can't build span {span} of {model_path} ({error}): {cure}") from error
     absent = sorted(report["missing_keys"]) + sorted(report["mismatched_keys"])
     if absent:
         raise ModelError(f"{model_path} lacks {absent[0]!r} and {len(absent) - 1} more: fetch the model again")

@@ -115,7 +115,7 @@ def load_tokenizer(reference: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # tokenizers raises no narrower one, and its files may be a stranger's
         raise ModelError(f"Model {reference} has no tokenizer that loads: save one beside its config.json.") from error
 
 

@@ -6,6 +6,7 @@ Names and bounds are the manifest's; here is what can be wrong with the content.
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -18,6 +19,7 @@ from echo_protocols.run import ModelFile, ModelFileName, ModelFiles, check_model
 log = logging.getLogger(__name__)
 
 _HARMLESS = ("special_tokens_map_file", "added_tokens_file")  # transformers opens neither under these keys
+_NUMBER_MAX, _EXPERTS_MAX, _HIDDEN_MAX, _VALUES_MAX = 2**40, 2**16, 2**20, 2**44
 _KERNELS = ("attn_implementation", "experts_implementation")
 
 Contents = Mapping[str, bytes]
@@ -47,7 +49,7 @@ def offered(contents: Contents) -> ModelFiles | None:
     return files
 
 
-def check_contents(contents: Contents, layers: int) -> None:
+def check_contents(contents: Contents, layers: int, vocabulary: int) -> None:
     """Raises ModelError if a stranger's files describe no model of so many layers, or do more than describe one."""
     if "config.json" not in contents:
         raise ModelError("the model has no config.json: name the folder that save_pretrained wrote.")
@@ -55,13 +57,22 @@ def check_contents(contents: Contents, layers: int) -> None:
     for where in _objects(config):
         if where.get("quantization_config") is not None:
             raise ModelError("the run's config.json names a quantisation, and a policy is bf16: join another run.")
-        for key in _KERNELS:
-            if "/" in str(where.get(key, "")) + str(where.get(f"_{key}", "")):
+        for key, value in where.items():
+            if key.removeprefix("_") in _KERNELS and "/" in str(value):
                 raise ModelError(f"the run's config.json names code to be downloaded ({key}): join another run.")
+            if isinstance(value, int) and abs(value) > (_EXPERTS_MAX if "expert" in key else _NUMBER_MAX):
+                raise ModelError(f"the run's config.json has a {key} that no model has: join another run.")
     inner = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    if inner.get("num_hidden_layers") != layers:
-        raise ModelError(f"the run's config.json is not of the {layers} layers that its manifest says: join another.")
-    decode_layout(contents[LAYOUT])
+    found = tuple(inner.get(key) for key in ("num_hidden_layers", "vocab_size"))
+    if found != (layers, vocabulary):
+        raise ModelError(
+            f"the run's config.json is of {found}, not {(layers, vocabulary)} layers and tokens: join another."
+        )
+    hidden = inner.get("hidden_size")
+    if not isinstance(hidden, int) or not 0 < hidden <= _HIDDEN_MAX:
+        raise ModelError("the run's config.json has no hidden_size that a model can have: join another run.")
+    if sum(prod(shape) for shape in decode_layout(contents[LAYOUT]).values()) > _VALUES_MAX:
+        raise ModelError("the run's model is larger than any that there is: join another run.")
     if "tokenizer_config.json" in contents:
         for key, value in _object("tokenizer_config.json", contents["tokenizer_config.json"]).items():
             if key.endswith("_file") and key not in _HARMLESS and value is not None:

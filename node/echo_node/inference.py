@@ -18,7 +18,9 @@ from echo_node.produce import Counter
 from echo_node.prompts import Prompts, load_prompts
 from echo_node.run_model import RunModel
 from echo_node.serve import Assignment, Service
-from echo_p2p.chain.shape import layers_that_fit, model_shape
+from echo_p2p.chain.fit import layers_on, refusal
+from echo_p2p.chain.pricing import Device
+from echo_p2p.chain.workload import workload_of
 from echo_p2p.config import InferenceConfig
 from echo_p2p.errors import ChainError, ConfigError, ModelError, NetError, RemoteError, WeightsError
 from echo_p2p.net.blobs import serve_blobs
@@ -125,17 +127,16 @@ def assignment_of(presence: Presence) -> Assignment | None:
 
 
 def measure_capacity(config: InferenceConfig, manifest: RunManifest, path: Path) -> Capacity:
-    """What this device can hold of the run's model. Raises ModelError when not even a layer fits."""
-    memory = int(psutil.virtual_memory().available * config.memory_share)
-    layers = layers_that_fit(path, memory)
+    """What this device can hold of the run's model, in `path`. Raises ModelError when not even a layer fits."""
+    work, free = workload_of(path, manifest), psutil.virtual_memory().available
+    device = Device(max_layers=work.layers, memory_bytes=int(free * config.memory_share))
+    layers = layers_on(device, work)
     if layers == 0:
-        raise ModelError(
-            f"not one layer of {manifest.model} ({model_shape(path).size_bytes >> 20} MiB) fits into the "
-            f"{memory >> 20} MiB that inference.memory_share={config.memory_share} allows; free memory or raise it."
-        )
+        share = config.memory_share
+        raise ModelError(refusal(work, manifest.model, free_bytes=free, share=share, value_bytes=device.value_bytes))
     return Capacity(
         max_layers=min(layers, config.max_layers or layers),
-        memory_bytes=memory,
+        memory_bytes=device.memory_bytes,
         device="cpu" if config.device == "auto" else config.device,
     )
 

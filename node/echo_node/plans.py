@@ -11,6 +11,7 @@ import msgspec
 import trio
 
 from echo_node.standing import Standing
+from echo_p2p.chain.fit import shortfall
 from echo_p2p.chain.plan import plan
 from echo_p2p.chain.pricing import USUAL_LINK, Device, Link, Links, Workload
 from echo_p2p.chain.workload import workload_of
@@ -50,7 +51,7 @@ async def lead(presence: Presence, run: Run, standing: Standing) -> None:
 
 
 async def _keep_planning(presence: Presence, run: Run, standing: Standing) -> None:
-    swarm, work = presence.swarm, _workload(run)
+    swarm, work = presence.swarm, workload_for(run)
     seen: _Seen | None = None
     looked_at = -inf
     while True:
@@ -72,6 +73,8 @@ async def _keep_planning(presence: Presence, run: Run, standing: Standing) -> No
                 if len(here) > len(chosen):
                     log.warning("%d peers are one too many for a plan of %d; they wait", len(here), len(chosen))
                 await swarm.publish_plan(run.run_id, wanted)
+            if not wanted.chains:
+                log.info("no chain can be made: %s", shortfall(asked.devices, work))
         await swarm.changed()
 
 
@@ -92,7 +95,16 @@ async def _planned(asked: _Seen, work: Workload) -> Plan:
     return await trio.to_thread.run_sync(plan, asked.devices, work, asked.current, asked.links)
 
 
-def _workload(run: Run) -> Workload:
+def missing(presence: Presence, run: Run, work: Workload) -> str:
+    """What is missing for a chain, in words; empty if there is one."""
+    if presence.swarm.plan is not None and presence.swarm.plan.chains:
+        return ""
+    here = {peer: record.capacity for peer, record in serving(presence, run).items() if record.capacity}
+    return shortfall({peer: device_of(capacity) for peer, capacity in here.items()}, work)
+
+
+def workload_for(run: Run) -> Workload:
+    """What a plan for our own run is made with; of its layers alone if the model's files can't be read."""
     try:
         return workload_of(resolve_model(run.manifest.model), run.manifest)
     except ModelError as error:

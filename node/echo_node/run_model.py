@@ -112,7 +112,7 @@ class RunModel:
     """
 
     def __init__(self, manifest: RunManifest, nearby: Nearby, folder: Path, contents: Mapping[str, bytes]) -> None:
-        check_contents(contents, manifest.layers)
+        check_contents(contents, manifest.layers, manifest.vocabulary)
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             if path.is_symlink() or path.name not in contents:

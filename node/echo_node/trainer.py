@@ -14,7 +14,7 @@ from echo_node.course import Course
 from echo_node.herald import Herald
 from echo_node.learner import Learner
 from echo_node.places import Places, write_whole
-from echo_node.plans import lead
+from echo_node.plans import lead, missing, workload_for
 from echo_node.prompts import load_prompts
 from echo_node.pull_gather import PullGather
 from echo_p2p.chain.shape import model_shape
@@ -140,6 +140,7 @@ async def run_trainer(board: Board, places: Places) -> None:
             course.use_buffer(stack.enter_context(buffer))
         else:
             course.gather = PullGather(presence, run, learner, deadline_s=config.trainer.pull_deadline_s)
+        course.lacking = partial(missing, presence, run, workload_for(run))
         board.trainer, board.refused = course.view, course.refused
         async with trio.open_nursery() as nursery:
             await nursery.start(serve_store, board, store)
