@@ -65,9 +65,7 @@ def check_contents(contents: Contents, layers: int, vocabulary: int) -> None:
     inner = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     found = tuple(inner.get(key) for key in ("num_hidden_layers", "vocab_size"))
     if found != (layers, vocabulary):
-        raise ModelError(
-            f"the run's config.json is of {found}, not {(layers, vocabulary)} layers and tokens: join another."
-        )
+        raise ModelError(f"the run's config.json has not the {layers} layers and {vocabulary} tokens that the run has.")
     hidden = inner.get("hidden_size")
     if not isinstance(hidden, int) or not 0 < hidden <= _HIDDEN_MAX:
         raise ModelError("the run's config.json has no hidden_size that a model can have: join another run.")

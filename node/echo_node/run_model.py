@@ -18,7 +18,16 @@ from echo_p2p.errors import ModelError
 from echo_p2p.models import SMALL_FILES, TINY, fetch_weights, hub_id, model_folder, tensors_of
 from echo_p2p.models.files import check_contents, small_files
 from echo_p2p.models.hub import Report, Snapshot, fetch_small, find_snapshot, remote_shapes, sizes_of
-from echo_p2p.models.layout import INDEX, Shapes, files_with, read_header, tensor_shapes, weight_files
+from echo_p2p.models.layout import (
+    INDEX,
+    LAYOUT,
+    Shapes,
+    encode_layout,
+    files_with,
+    read_header,
+    tensor_shapes,
+    weight_files,
+)
 from echo_p2p.net.blobs import blob_hash
 from echo_protocols.run import RunManifest
 from echo_protocols.values import Span
@@ -75,12 +84,24 @@ def contents_nearby(manifest: RunManifest, nearby: Nearby, held: Path) -> dict[s
         return _all_contents(manifest, nearby)
     found: dict[str, bytes] = {}
     for file in manifest.model_files:
-        for folder in (held, *([nearby.folder] if nearby.folder else [])):
-            content = _read(folder / file.name, file.size_bytes)
+        candidates = [_read(held / file.name, file.size_bytes)]
+        if file.name == LAYOUT:
+            candidates.append(_layout_of(nearby))
+        elif nearby.folder is not None:
+            candidates.append(_read(nearby.folder / file.name, file.size_bytes))
+        for content in candidates:
             if content is not None and blob_hash(content) == file.hash:
                 found[file.name] = content
-                break
     return found
+
+
+def _layout_of(nearby: Nearby) -> bytes | None:
+    """As the user's folder has it, if that is whole."""
+    try:
+        return encode_layout(tensor_shapes(nearby.local)) if nearby.local is not None else None
+    except ModelError as error:
+        log.debug("%s", error)
+        return None
 
 
 def _all_contents(manifest: RunManifest, nearby: Nearby) -> dict[str, bytes]:
