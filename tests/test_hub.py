@@ -269,3 +269,63 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> Non
         (line,) = run(program, hub.url, tmp_path / "cache")
         assert not any("secret" in file for _, file, _ in hub.asked)
     assert "no safetensors file beside it" in line
+
+
+def test_a_volunteer_takes_the_shards_of_its_span_from_the_hub_while_it_is_the_runs_model(
+    sharded: Path, tmp_path: Path
+) -> None:
+    program = f"""
+import msgspec
+from echo_node.run_model import RunModel, contents_nearby, look_nearby
+from echo_node.trainer import make_manifest
+from echo_p2p.chain.torch_stage import load_stage
+from echo_p2p.config import NodeConfig, RunConfig
+from echo_protocols.values import Span
+
+ours = make_manifest(NodeConfig(run=RunConfig(model={str(sharded)!r})), "1" * 52)
+manifest = msgspec.structs.replace(ours, model="echo/model")
+nearby, held = look_nearby(manifest, ""), Path({str(tmp_path / "held")!r})
+contents = contents_nearby(manifest, nearby, held)
+print(*sorted({{file.name for file in manifest.model_files}} - contents.keys()))
+from echo_p2p.models.files import small_files
+from echo_p2p.models.layout import tensor_shapes
+contents = small_files(Path({str(sharded)!r}), tensor_shapes(Path({str(sharded)!r})))
+model, span = RunModel(manifest, nearby, held, contents), Span(start=1, end=2, layers=4)
+print(model.bring_weights(span, quiet))
+print(len(load_stage(model.folder, span, device="cpu").tensors()))
+other = RunModel(manifest, nearby, held, contents | {{"config.json": contents["config.json"] + b" "}})
+print(other.bring_weights(span, quiet))
+"""
+    named = json.loads((sharded / "model.safetensors.index.json").read_bytes())["weight_map"]
+    with hub_of(sharded) as hub:
+        assert run(program, hub.url, tmp_path) == ["echo_tensors.json", "hub", "11", "peers"]
+        shards = {name for name in hub.fetched() if name.endswith(".safetensors")}
+    assert shards == {file for name, file in named.items() if ".layers.1." in name}
+
+
+def test_a_file_that_is_far_larger_than_its_tensors_is_not_fetched(sharded: Path, tmp_path: Path) -> None:
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (evil / name).write_bytes((sharded / name).read_bytes())
+    with (evil / "model.safetensors").open("wb") as file:
+        file.truncate(200_000_000)  # of nothing: it takes no disk
+    program = f"""
+import msgspec
+from echo_node.run_model import RunModel, look_nearby
+from echo_node.trainer import make_manifest
+from echo_p2p.config import NodeConfig, RunConfig
+from echo_p2p.models.files import small_files
+from echo_p2p.models.layout import tensor_shapes
+from echo_protocols.values import Span
+
+source = Path({str(sharded)!r})
+ours = make_manifest(NodeConfig(run=RunConfig(model=str(source))), "1" * 52)
+manifest = msgspec.structs.replace(ours, model="echo/model")
+contents, held = small_files(source, tensor_shapes(source)), Path({str(tmp_path / "held")!r})
+model = RunModel(manifest, look_nearby(manifest, ""), held, contents)
+print(model.bring_weights(Span(start=0, end=4, layers=4), quiet))
+"""
+    with hub_of(evil) as hub:
+        assert run(program, hub.url, tmp_path) == ["peers"]
+        assert "model.safetensors" not in hub.fetched()

@@ -1,6 +1,5 @@
 """A volunteer needs no model: its trainer's folder is on no other machine, and there is no hub."""
 
-import os
 import secrets
 import shutil
 from collections.abc import Callable
@@ -63,7 +62,6 @@ def test_a_chain_serves_a_model_that_only_its_trainer_has(tmp_path: Path) -> Non
             await eventually(lambda: len(steps_of(trainer.home)) >= before + 3)
             assert again.output().count("files of") == 1  # the second time all were here
 
-    os.environ["HF_HUB_OFFLINE"] = "1"  # of the nodes that are launched
     trio.run(main)
 
 

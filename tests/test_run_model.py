@@ -21,6 +21,7 @@ from echo_node.prompts import load_prompts
 from echo_node.run_model import Nearby, RunModel, contents_nearby, look_nearby
 from echo_node.trainer import keep_model_files, make_manifest
 from echo_p2p.chain.shape import model_shape
+from echo_p2p.chain.torch_stage import TorchStage, load_stage
 from echo_p2p.config import InferenceConfig, NodeConfig, RunConfig
 from echo_p2p.errors import ModelError, NetError
 from echo_p2p.models import load_tokenizer, model_folder
@@ -29,10 +30,15 @@ from echo_p2p.models.layout import INDEX, LAYOUT, tensor_shapes
 from echo_p2p.net.blobs import serve_blobs
 from echo_p2p.net.memory import MemoryNetwork
 from echo_p2p.swarm import Member, Run
+from echo_p2p.tensors import by_part
+from echo_p2p.weights.codec import content_hash
+from echo_p2p.weights.fetch import Replica
+from echo_p2p.weights.publish import Publisher
 from echo_p2p.weights.store import Store
 from echo_protocols.peer import RoleRecord
+from echo_protocols.release import Chunk, Release
 from echo_protocols.run import RunManifest
-from echo_protocols.values import Span
+from echo_protocols.values import PolicyVersion, Span
 
 TRAINER, OTHER, OURS = "1" * 52, "2" * 52, "3" * 52
 LOW = Span(start=0, end=2, layers=4)
@@ -162,6 +168,42 @@ def test_after_an_interruption_only_what_is_missing_is_asked_for(run: Run, tmp_p
             assert asked.total() == len(files)
 
     trio.run(main)
+
+
+def test_a_stage_without_weights_is_filled_by_a_release_and_after_a_restart_from_the_store(
+    run: Run, path: Path, tmp_path: Path
+) -> None:
+    version, theirs = PolicyVersion(epoch=0, step=0), Store(tmp_path / "theirs", 1 << 30)
+    policy = load_stage(path, Span(start=0, end=4, layers=4), device="cpu").tensors()
+    release = Publisher(theirs).publish(version, policy)
+    model = RunModel(run.manifest, Nearby(), tmp_path / "run", contents_of(path))
+    fetched: list[bytes] = []
+    reports: list[tuple[int, int]] = []
+
+    async def fetch(chunk: Chunk) -> bytes:
+        fetched.append(chunk.hash)
+        return theirs.get(chunk.hash) or b""
+
+    async def lookup(hash: bytes) -> Release:
+        raise AssertionError("one release is enough")
+
+    async def filled() -> TorchStage:
+        stage = load_stage(model.folder, LOW, device="cpu", weights=False)
+        store = Store(tmp_path / "ours", 1 << 30)
+        replica = Replica(stage.tensors(), store, report=lambda done, total: reports.append((done, total)))
+        await replica.stage(release, lookup, fetch)
+        replica.switch(version, stage)
+        return stage
+
+    for _ in range(2):
+        held = by_part(trio.run(filled).tensors())
+        assert {part: content_hash(tensors) for part, tensors in held.items()} == {
+            chunk.part: chunk.result for chunk in release.snapshot if chunk.part in held
+        }
+        assert len(fetched) == len(held) == 3  # embed and two layers, the first time alone
+    wanted = sum(chunk.size_bytes for chunk in release.snapshot if chunk.hash in fetched)
+    assert reports[-1] == (wanted, wanted)
+    assert reports == sorted(reports)
 
 
 def test_a_path_in_a_manifest_is_never_opened(run: Run, path: Path, tmp_path: Path) -> None:
