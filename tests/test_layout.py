@@ -21,7 +21,7 @@ HOMES = {
     "libp2p": {"echo_p2p.net.gossip"},
     "hivemind": {"echo_p2p.net.hive", "echo_p2p.rl.average"},
     "transformers": {
-        "echo_p2p.chain.torch_stage",
+        "echo_p2p.chain.torch_model",
         "echo_p2p.chain.torch_cache",
         "echo_p2p.models",
         "echo_p2p.models.warm_start",
