@@ -83,6 +83,8 @@ class InferenceConfig(Struct, frozen=True, kw_only=True):
     """
 
     owner: str = ""
+    model: str = ""
+    """The folder of a copy of the run's model on this machine, whole or in part. Empty: it comes from hub or peers."""
     engine: Literal["auto", "torch", "mlx"] = "auto"
     """What computes; `auto` takes mlx on Apple silicon for models that it computes as transformers does, else torch."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

@@ -21,11 +21,12 @@ HOMES = {
     "libp2p": {"echo_p2p.net.gossip"},
     "hivemind": {"echo_p2p.net.hive", "echo_p2p.rl.average"},
     "transformers": {
-        "echo_p2p.chain.torch_stage",
+        "echo_p2p.chain.torch_model",
         "echo_p2p.chain.torch_cache",
         "echo_p2p.models",
         "echo_p2p.models.warm_start",
     },
+    "huggingface_hub": {"echo_p2p.models.hub"},
     "numba": {"echo_p2p.kernels"},
     "mlx": {f"echo_p2p.chain.mlx_{part}" for part in ("cache", "model", "stage", "weights")},
     "mlx_lm": {"echo_p2p.chain.mlx_model"},

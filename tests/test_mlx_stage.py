@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo_p2p.chain import torch_stage
 from echo_p2p.chain.parity import check_parity, disagreement, probed_layers
-from echo_p2p.chain.shape import tensor_entries
 from echo_p2p.chain.stage import Stage, TensorUpdate
 from echo_p2p.errors import ChainError, ModelError, WeightsError
+from echo_p2p.models.layout import tensor_entries
 from echo_protocols.values import Span
 
 pytest.importorskip(

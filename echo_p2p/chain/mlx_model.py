@@ -15,8 +15,9 @@ from mlx import nn
 from mlx_lm.utils import _get_classes
 
 from echo_p2p.chain.mlx_weights import live_arrays
-from echo_p2p.chain.shape import model_shape, span_tensors, tensor_entries
+from echo_p2p.chain.shape import model_shape
 from echo_p2p.errors import ModelError
+from echo_p2p.models.layout import span_tensors, tensor_entries
 from echo_protocols.values import Span
 
 FAMILIES = frozenset({

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from echo_p2p.chain.shape import model_shape, tensor_entries
+from echo_p2p.chain.shape import model_shape
 from echo_p2p.chain.stage import Stage
 from echo_p2p.errors import ChainError, ModelError
+from echo_p2p.models.layout import tensor_entries
 from echo_protocols.values import Span
 
 Loader = Callable[[Path, Span], Stage]

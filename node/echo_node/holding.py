@@ -13,7 +13,8 @@ import trio
 
 from echo_node.board import Board
 from echo_node.feed import Feed
-from echo_node.prompts import Prompts
+from echo_node.progress import cancellable, showing
+from echo_node.run_model import RunModel
 from echo_node.slow_stage import SlowStage
 from echo_p2p.chain.engines import load_engine
 from echo_p2p.chain.host import StageHost
@@ -49,7 +50,7 @@ class Terms:
 
     board: Board
     run: Run
-    prompts: Prompts
+    model: RunModel
     feed: Feed
     store: Store
     allow: Allow
@@ -67,10 +68,11 @@ async def hold(span: Span, terms: Terms) -> AsyncIterator[Holding]:
     """
     stage = await _load(span, terms)
     initial = await trio.to_thread.run_sync(stage.tensors)
-    replica = Replica(initial, terms.store)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(terms.feed.keep_staged, replica)
-        version = await replica.newer_than(None)
+        with showing(f"weights of span {span} from peers") as report:
+            replica = Replica(initial, terms.store, report=report)
+            nursery.start_soon(terms.feed.keep_staged, replica)
+            version = await replica.newer_than(None)
         await trio.to_thread.run_sync(replica.switch, version, stage)
         log.info("holding span %s at version %s", span, version)
         limits = await trio.to_thread.run_sync(_limits, stage, terms)
@@ -103,9 +105,11 @@ async def _follow(host: StageHost, replica: Replica, terms: Terms) -> None:
 
 
 async def _load(span: Span, terms: Terms) -> Stage:
-    config, prompts = terms.board.config.inference, terms.prompts
+    config, model = terms.board.config.inference, terms.model
+    with showing(f"fetching weights of span {span}") as report:
+        origin = await trio.to_thread.run_sync(model.bring_weights, span, cancellable(report))
     stage: Stage = await trio.to_thread.run_sync(
-        lambda: load_engine(config.engine, prompts.model_path, span, device=config.device)
+        lambda: load_engine(config.engine, model.folder, span, device=config.device, weights=origin != "peers")
     )
     log.info(
         "loaded span %s of %s into %s, answers of up to %d tokens",
@@ -118,7 +122,7 @@ def _limits(stage: Stage, terms: Terms) -> ChainLimits:
     """As many positions as the memory that is left has room for. Raises ModelError if that is too few to begin."""
     memory = int(psutil.virtual_memory().available * terms.board.config.inference.memory_share)
     value_bytes = 4 if stage.engine.endswith("float32") else 2
-    room = cache_room(terms.prompts.model_path, stage.span, memory, value_bytes)
+    room = cache_room(terms.model.folder, stage.span, memory, value_bytes)
     manifest = terms.run.manifest
     least = (manifest.group_size + 1) * (PROMPT_POSITIONS + manifest.sampling.max_new_tokens)
     if room < least:

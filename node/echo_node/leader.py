@@ -15,6 +15,7 @@ from echo_node.complaints import Complaints, Pair
 from echo_node.plans import bounded, describe, device_of, links_of, serving, workload_for
 from echo_node.pulse import Pulse, check, keep_checking
 from echo_node.standing import Standing
+from echo_p2p.chain.fit import shortfall
 from echo_p2p.chain.plan import plan
 from echo_p2p.chain.pricing import Device, Link, Links, Workload
 from echo_p2p.errors import FrameTooLarge, NetError
@@ -93,6 +94,8 @@ class _Leader:
                     wanted = msgspec.structs.replace(wanted, number=max(int(time.time()), asked.current.number + 1))
                     seen = _Seen(asked.devices, asked.links, asked.parted, wanted)
                     await self._publish(wanted, waiting)
+                if not wanted.chains:
+                    log.info("no chain can be made: %s", shortfall(asked.devices, work))
             await swarm.changed()
 
     def _look(self, work: Workload, now: float) -> tuple[_Seen, int]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from math import log10
 from typing import Final
 
+from echo_p2p.chain.fit import shortfall
 from echo_p2p.chain.pricing import USUAL_LINK, Device, Link, Links, Workload
 from echo_p2p.chain.workload import workload_of
 from echo_p2p.errors import ModelError
@@ -21,8 +22,16 @@ PEERS_MAX = 192
 _BY_REACH: Final[dict[str, Link | None]] = {"none": None, "relayed": Link(latency_s=0.1, bytes_s=5e5)}
 
 
+def missing(presence: Presence, run: Run, work: Workload) -> str:
+    """What is missing for a chain, in words; empty if there is one."""
+    if presence.swarm.plan is not None and presence.swarm.plan.chains:
+        return ""
+    here = {peer: record.capacity for peer, record in serving(presence, run).items() if record.capacity}
+    return shortfall({peer: device_of(capacity) for peer, capacity in here.items()}, work)
+
+
 def workload_for(run: Run) -> Workload:
-    """What a run's model asks of its stages."""
+    """What a plan for our own run is made with; of its layers alone if the model's files can't be read."""
     try:
         return workload_of(resolve_model(run.manifest.model), run.manifest)
     except ModelError as error:

@@ -21,6 +21,7 @@ from echo_node.prompts import Prompts
 from echo_node.pulls import Pulls
 from echo_node.push import Pusher
 from echo_node.rate import Rate
+from echo_node.run_model import RunModel
 from echo_node.state import Activity, InferenceView
 from echo_p2p.chain.driver import ChainDriver, open_chain
 from echo_p2p.chain.link import GARBAGE, ChainBroken
@@ -45,7 +46,9 @@ _End = tuple[tuple[Stop, ...], int, Failure, str | None]
 class Service:
     """Serves a run, a span at a time, and says how it goes."""
 
-    def __init__(self, board: Board, run: Run, prompts: Prompts, feed: Feed, store: Store, counter: Counter) -> None:
+    def __init__(
+        self, board: Board, run: Run, model: RunModel, prompts: Prompts, feed: Feed, store: Store, counter: Counter
+    ) -> None:
         self._board = board
         self._presence = board.presence
         self._run = run
@@ -56,7 +59,7 @@ class Service:
         self._accuser = Accuser(board.presence, run)
         self._ends, self._ended_chains = trio.open_memory_channel[_End](_ENDS_MAX)
         self._terms = Terms(
-            board=board, run=run, prompts=prompts, feed=feed, store=store,
+            board=board, run=run, model=model, feed=feed, store=store,
             allow=self._allow, ended=self._ended, engaged=lambda: bool(self._chain()),
         )  # fmt: skip
         self._span: Span | None = None

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from echo_protocols.values import Hash, Name, PeerId, canonical
 
@@ -12,6 +12,24 @@ _Ratio = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 MAX_GROUP_TOKENS = 2**20
 """Tokens of all answers of one group: so that the largest group fits into its envelope."""
+
+MODEL_FILES_MAX_BYTES = 128 << 20
+"""Of all files of a model but its weights."""
+
+ModelFileName = Literal[
+    "added_tokens.json",
+    "chat_template.jinja",
+    "config.json",
+    "echo_tensors.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+]
+"""The files of a model that peers give each other: data that is read, never code. `echo_tensors.json` is Echo's own."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -71,6 +89,28 @@ class Admission(Struct, frozen=True, kw_only=True):
         return worker not in self.banned and (self.allowed is None or worker in self.allowed)
 
 
+class ModelFile(Struct, frozen=True, kw_only=True, array_like=True):
+    """A file of the model that is no weights, as a blob. Its name is one of a few, so it leads out of no folder."""
+
+    name: ModelFileName
+    hash: Hash
+    size_bytes: Annotated[int, Meta(ge=0, le=64 << 20)]
+
+
+ModelFiles = Annotated[tuple[ModelFile, ...], Meta(min_length=2, max_length=16)]
+
+
+def check_model_files(files: tuple[ModelFile, ...]) -> None:
+    """Raises ValueError unless the files stand in order, none twice, with what a plan needs, and are not too large."""
+    names = [file.name for file in files]
+    if names != sorted(set(names)):
+        raise ValueError("the files of the model are not in the order of their names, or one is named twice")
+    if not {"config.json", "echo_tensors.json"} <= set(names):
+        raise ValueError("the files of the model lack config.json or echo_tensors.json")
+    if sum(file.size_bytes for file in files) > MODEL_FILES_MAX_BYTES:
+        raise ValueError(f"the files of the model are over {MODEL_FILES_MAX_BYTES} bytes together")
+
+
 class RunManifest(Struct, frozen=True, kw_only=True):
     """Everything that two peers must agree on to take part in one run."""
 
@@ -91,9 +131,12 @@ class RunManifest(Struct, frozen=True, kw_only=True):
     trainers: Annotated[tuple[PeerId, ...], Meta(min_length=1, max_length=16)]
     admission: Admission = Admission()
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 1
+    model_files: ModelFiles | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         check_group_tokens(self.group_size, self.sampling)
+        if self.model_files is not UNSET:
+            check_model_files(self.model_files)
 
     def randomness(self) -> bytes:
         """The 32 bytes that decide prompts and draws: a function of `seed` alone, so that runs can be compared."""

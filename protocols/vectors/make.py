@@ -16,7 +16,7 @@ from echo_protocols import envelope, hop, keys
 from echo_protocols.peer import Capacity, Complaint, Plan, RoleRecord, Stop, Way
 from echo_protocols.release import Chunk, Release, Skip, policy_hash
 from echo_protocols.rollout import LargeRollout, RolloutGroup, Sample, Segment, Slot
-from echo_protocols.run import Admission, RunManifest, Sampling, TaskSpec
+from echo_protocols.run import Admission, ModelFile, RunManifest, Sampling, TaskSpec
 from echo_protocols.sync import LatestRelease, PullReply, PullRequest
 from echo_protocols.uniform import Place, group_id, prompt_index, uniform
 from echo_protocols.values import PolicyVersion, Span, canonical, encode
@@ -53,6 +53,13 @@ _MANIFEST = RunManifest(
     admission=Admission(banned=(_OTHER,)),
     seed=7,
 )
+_WITH_FILES = msgspec.structs.replace(
+    _MANIFEST,
+    model_files=(
+        ModelFile(name="config.json", hash=b"c" * 32, size_bytes=700),
+        ModelFile(name="echo_tensors.json", hash=b"s" * 32, size_bytes=9000),
+    ),
+)
 _ROUTE = (
     Stop(peer=_PEER, span=Span(start=0, end=2, layers=6)),
     Stop(peer=_OTHER, span=Span(start=2, end=6, layers=6)),
@@ -65,7 +72,8 @@ _STANDBY = Stop(peer=_THIRD, span=Span(start=2, end=6, layers=6))
 def plain(value: object) -> object:
     """A value as JSON can say it: structs by field name, bytes in hexadecimal."""
     if isinstance(value, msgspec.Struct):
-        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
+        return {name: plain(field) for name, field in fields if field is not msgspec.UNSET}
     if isinstance(value, bytes | memoryview):
         return value.hex()
     if isinstance(value, Mapping):
@@ -161,6 +169,11 @@ def run_vectors() -> object:
         "randomness": _MANIFEST.randomness().hex(),
         "sampling_encoded": canonical(_MANIFEST.sampling).hex(),
         "sampling_hash": _MANIFEST.sampling.hash().hex(),
+        "with_files": {
+            "manifest": plain(_WITH_FILES),
+            "encoded": canonical(_WITH_FILES).hex(),
+            "run_id": _WITH_FILES.run_id().hex(),
+        },
     }
 
 
