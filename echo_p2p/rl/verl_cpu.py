@@ -49,19 +49,25 @@ def prepare_verl(device: str) -> None:
         _join_world_of_one(device)
         # Warns once of a renamed function of torch's own, which nested tensors call.
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-        if device == "cpu":
-            _register_engine()
+    # A value head's output is a view, and nothing writes into it.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    with quietly():
+        _register_engines(device)
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
     """Turns what verl and transformers print, draw and warn of inside the block into debug lines of our log."""
     said = io.StringIO()
+    transformers = logging.getLogger("transformers")  # writes to the stderr of when it was imported
+    level = transformers.level
+    transformers.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             warnings.simplefilter("ignore")
             yield
     finally:
+        transformers.setLevel(level)
         for line in said.getvalue().splitlines():
             logger.debug("verl: %s", line)
 
@@ -100,10 +106,47 @@ def _join_world_of_one(device: str) -> None:
     sys.excepthook = hook
 
 
-def _register_engine() -> None:
-    engines = importlib.import_module("verl.workers.engine")
-    engine = type("CpuEngine", (_CpuEngine, engines.FSDPEngineWithLMHead), {})
-    engines.EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device="cpu")(engine)
+def _register_engines(device: str) -> None:
+    engines, transformer = (
+        importlib.import_module(f"verl.workers.engine{name}") for name in ("", ".fsdp.transformer_impl")
+    )
+    register, vendor = engines.EngineRegistry.register, importlib.import_module("verl.utils.device").get_vendor()
+    value = type("ValueEngine", (_ValueEngine, _FrozenOnCpu, transformer.FSDPEngineWithValueHead), {})
+    register(model_type="value_model", backend=["fsdp2"], device=device, vendor=vendor)(value)
+    if device == "cpu":
+        engine = type("CpuEngine", (_CpuEngine, _FrozenOnCpu, transformer.FSDPEngineWithLMHead), {})
+        register(model_type="language_model", backend=["fsdp2"], device=device)(engine)
+
+
+class _ValueEngine:
+    """verl's value model, loaded as verl loads other models: its own loader insists on flash-attention."""
+
+    def _build_module(self) -> Any:
+        model: Any = self.model_config  # type: ignore[attr-defined]
+        model.hf_config.architectures = ["ForTokenClassification"]  # what verl's choice of the class looks at
+        model.hf_config.num_labels = 1
+        model.hf_config.classifier_dropout = 0.0
+        model.model_type = "language_model"
+        try:
+            return super()._build_module()  # type: ignore[misc]
+        except ValueError as error:  # transformers has no such class for the family
+            raise TrainerError(
+                f"{model.path} can't be a critic: take an algorithm without one, such as grpo."
+            ) from error
+        finally:
+            model.model_type = "value_model"
+
+
+class _FrozenOnCpu:
+    """Forward-only engines without the pinned host memory that verl forces on them, which needs an accelerator."""
+
+    def _build_fsdp_module(self, module: Any) -> Any:
+        config: Any = self.engine_config  # type: ignore[attr-defined]
+        forward_only, config.forward_only = config.forward_only, False
+        try:
+            return super()._build_fsdp_module(module)  # type: ignore[misc]
+        finally:
+            config.forward_only = forward_only
 
 
 class _CpuEngine:

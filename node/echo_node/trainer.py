@@ -72,7 +72,7 @@ def load_engine(config: NodeConfig) -> Trainer:
         resolve_model(run.model),
         run.algorithm,
         seed=run.seed,
-        temperature=run.sampling.temperature,
+        sampling=run.sampling,
         device=device,
         micro_batch_rows=config.trainer.micro_batch_rows,
     )
