@@ -35,6 +35,7 @@ HOMES = {
         "echo_p2p.rl.verl_model",
         "echo_p2p.rl.verl_advantage",
         "echo_p2p.rl.verl_worker",
+        "echo_p2p.rl.verl_engines",
         "echo_p2p.rl.verl_cpu",
         "echo_p2p.rl.verl_ray",
     },

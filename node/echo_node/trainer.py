@@ -21,6 +21,7 @@ from echo_p2p.config import NodeConfig, dump_config
 from echo_p2p.models import resolve_model, stop_tokens, tokenizer_hash
 from echo_p2p.net.blobs import serve_blobs
 from echo_p2p.net.uplink import Uplink
+from echo_p2p.rl.algorithms import step_size
 from echo_p2p.rl.buffer import ReplayBuffer
 from echo_p2p.rl.trainer import Trainer
 from echo_p2p.spread.announce import Announcer
@@ -89,6 +90,7 @@ def open_learner(config: NodeConfig, manifest: RunManifest, folder: Path, store:
         publisher=publisher,
         prompts=load_prompts(manifest),
         config=config.trainer,
+        size=step_size(manifest.algorithm, manifest.groups_per_step),
     )
     return learner, publisher
 
