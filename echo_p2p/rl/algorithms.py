@@ -31,6 +31,7 @@ class Recipe:
     clip_ratio_c: float = 3.0
     normalise_by_std: bool = True
     """Of a group's rewards; for `grpo` only."""
+    mini_batches: int = 1
     gamma: float = 1.0
     gae_lambda: float = 1.0
     critic_learning_rate: float = 1e-5
@@ -65,9 +66,11 @@ class Recipe:
     def may_leave_out(self) -> bool:
         """Whether the passes of a step may leave groups of equal rewards out, and give the same update.
 
-        Not with a reference, which pulls on every answer, nor with rejection, since the mean is over what it keeps.
+        Not with a reference, which pulls on every answer, nor with rejection, since the mean is over what it keeps, nor
+        with several mini-batches, whose means are their own.
         """
-        return self.groups_stand_alone and self.kl_place == "none" and self.rejection_k3 is None
+        alone = self.groups_stand_alone and self.kl_place == "none"
+        return alone and self.rejection_k3 is None and self.mini_batches == 1
 
 
 GRPO = Recipe(estimator="grpo", kl_coefficient=0.04)

@@ -34,10 +34,6 @@ class VerlModel:
         out = self._worker.forward_backward(self._data(batch, calculate_entropy=False, compute_loss=True))
         return float(verl_module("utils.tensordict_utils").get(out, "metrics")["loss"])
 
-    def drop_gradient(self) -> None:
-        """Forget what `accumulate` left."""
-        self._worker.optimizer_zero_grad()
-
     def apply(self) -> float:
         """One optimiser step, none if the gradient is not finite; the gradient's norm before it was clipped."""
         return float(self._worker.optimizer_step()["grad_norm"])

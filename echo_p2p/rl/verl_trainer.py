@@ -1,4 +1,4 @@
-"""The training engine on verl, in this process: one optimiser step a batch, by the recipe that the algorithm names.
+"""The training engine on verl, in this process: an update a batch, by the recipe that the algorithm names.
 
 Advantages, correction and losses are verl's own functions. Knows no network, task, version or file but its checkpoints.
 """
@@ -123,26 +123,33 @@ class VerlTrainer:
         return figures
 
     def _update(self, batch: Any, figures: dict[str, float]) -> bool:
-        """One optimiser step of each model that learns now; whether the policy did. Adds the figures of it."""
-        policy, critic = self._open, self._critic
-        learns = has_signal(batch, self._recipe)
-        if critic is not None and self._critic_updates < self._recipe.critic_warmup_steps:
-            learns = False
-        learning = [("critic_", "algorithm.critic.learning_rate", critic)] if critic is not None else []
-        learning += [("", "algorithm.learning_rate", policy)] if learns else []
+        """One optimiser step a mini-batch of each model that learns now; whether the policy did. Adds the figures."""
+        parts = np.array_split(np.arange(len(batch)), min(self._recipe.mini_batches, len(batch)))
+        said = [self._update_on(batch.select_idxs(part) if len(parts) > 1 else batch) for part in parts]
+        for name in sorted(set().union(*said)):
+            figures[name] = float(np.mean([each[name] for each in said if name in each]))
+        self._critic_updates += self._critic is not None
+        return "loss" in figures
+
+    def _update_on(self, batch: Any) -> dict[str, float]:
+        """One optimiser step of each model that learns now, with its loss and its gradient's norm."""
+        learning = []
+        if self._critic is not None and batch.batch["response_mask"].any():
+            learning.append(("critic_", "algorithm.critic.learning_rate", self._critic))
+        waits = self._critic is not None and self._critic_updates < self._recipe.critic_warmup_steps
+        if not waits and has_signal(batch, self._recipe):
+            learning.append(("", "algorithm.learning_rate", self._open))
+        figures = {}
         for name, rate, model in learning:
             figures[f"{name}loss"] = loss = model.accumulate(batch)
             if not np.isfinite(loss):
-                for _, _, each in learning:
-                    each.drop_gradient()
-                raise TrainerError(f"The {name}loss is {loss}: nothing was changed; lower {rate}.")
+                raise TrainerError(f"The {name}loss is {loss}: no step was made on it; lower {rate}.")
         for name, rate, model in learning:
             figures[f"{name}grad_norm"] = norm = model.apply()
             if not np.isfinite(norm):  # verl skips the step by itself
-                raise TrainerError(f"The {name}gradient's norm is {norm}: lower {rate}.")
-        self._critic_updates += critic is not None
-        self._updates += learns
-        return learns
+                raise TrainerError(f"The norm of the {name}gradient is {norm}: no step was made on it; lower {rate}.")
+        self._updates += "loss" in figures
+        return figures
 
     def _generators(self) -> Any:
         """Random numbers of the block are a function of the seed and of the step; the process's own are untouched."""

@@ -101,6 +101,8 @@ class Algorithm(Struct, frozen=True, kw_only=True):
     """Whether groups of equal rewards are passed over when a step's batch is gathered."""
     rejection_k3: Annotated[float, Meta(gt=0.0, le=1e6)] | UnsetType = UNSET
     """Answers whose mean k3 divergence, policy against behaviour, is above are rejected; not set: none is."""
+    mini_batches: Annotated[int, Meta(ge=1, le=1024)] | UnsetType = UNSET
+    """Optimiser steps that a batch is cut into. The first starts from the policy that ratios are of: no clip acts."""
     kl: Divergence | UnsetType = UNSET
     critic: Critic | UnsetType = UNSET
     overlong: Overlong | UnsetType = UNSET
