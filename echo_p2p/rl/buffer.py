@@ -21,6 +21,11 @@ ADDED, DUPLICATE, EVICTED = "added", "duplicate", "evicted"
 TOO_STALE, ABANDONED_BRANCH, FUTURE_VERSION = "too-stale", "abandoned-branch", "future-version"
 EQUAL_REWARDS = "equal-rewards"
 
+_GROUP = (
+    "SELECT worker, counter, epoch, step, newest_epoch, newest_step, body, reward, accepted_at, varies"
+    " FROM rollouts WHERE id = ?"
+)
+
 LagRule = Callable[[PolicyVersion], int | str | None]
 """How many steps behind a version is; or why it has no lag (None: it is of a branch that the run has left)."""
 
@@ -131,14 +136,7 @@ class ReplayBuffer:
         with self._transaction():
             lags = self._drop_unusable(lag, max_lag)
             places = self._enough(count, min(bound or count, max(count, self._max_groups)))
-            rows = [
-                self._db.execute(
-                    "SELECT worker, counter, epoch, step, newest_epoch, newest_step, body, reward, accepted_at, varies"
-                    " FROM rollouts WHERE id = ?",
-                    (place,),
-                ).fetchone()
-                for place in places
-            ]
+            rows = [self._db.execute(_GROUP, (place,)).fetchone() for place in places]
             self._db.executemany("UPDATE rollouts SET taken_for = ? WHERE id = ?", [(step, place) for place in places])
             if len(rows) > count:
                 self._count(EQUAL_REWARDS, len(rows) - count)
