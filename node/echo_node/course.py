@@ -140,7 +140,7 @@ class Course:
 
     def refused(self) -> Mapping[str, int]:
         """What was admitted but never trained on, by reason."""
-        return self.gather.refused() if isinstance(self.gather, BufferGather) else {}
+        return self.gather.refused()
 
     def view(self) -> TrainerView:
         """What the state document says of the training."""

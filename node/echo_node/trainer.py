@@ -25,6 +25,7 @@ from echo_p2p.models.files import offered, small_files
 from echo_p2p.models.layout import tensor_shapes
 from echo_p2p.net.blobs import serve_blobs
 from echo_p2p.net.uplink import Uplink
+from echo_p2p.rl.algorithms import step_size
 from echo_p2p.rl.buffer import ReplayBuffer
 from echo_p2p.rl.trainer import Trainer
 from echo_p2p.spread.announce import Announcer
@@ -84,7 +85,7 @@ def load_engine(config: NodeConfig) -> Trainer:
         resolve_model(run.model),
         run.algorithm,
         seed=run.seed,
-        temperature=run.sampling.temperature,
+        sampling=run.sampling,
         device=device,
         micro_batch_rows=config.trainer.micro_batch_rows,
     )
@@ -101,6 +102,7 @@ def open_learner(config: NodeConfig, manifest: RunManifest, folder: Path, store:
         publisher=publisher,
         prompts=load_prompts(manifest),
         config=config.trainer,
+        size=step_size(manifest.algorithm, manifest.groups_per_step),
     )
     return learner, publisher
 

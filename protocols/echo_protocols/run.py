@@ -8,7 +8,13 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from echo_protocols.values import Hash, Name, PeerId, canonical
 
 Protocol = Literal["sequential", "async"]
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 _Ratio = Annotated[float, Meta(ge=0.0, le=1e6)]
+_Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+_Clip = Annotated[float, Meta(gt=0.0, lt=1.0)]
+_Rate = Annotated[float, Meta(gt=0.0, le=1.0)]
 
 MAX_GROUP_TOKENS = 2**20
 """Tokens of all answers of one group: so that the largest group fits into its envelope."""
@@ -62,16 +68,62 @@ class TaskSpec(Struct, frozen=True, kw_only=True):
     settings: Annotated[dict[Name, str | int | float | bool], Meta(max_length=32)] = {}
 
 
-class Algorithm(Struct, frozen=True, kw_only=True):
-    """The update rule, by name, and its settings. Learning rates and clips as verl names them."""
+class Divergence(Struct, frozen=True, kw_only=True):
+    """What the divergence (KL) from the run's first policy counts, as changes to the algorithm's own settings."""
 
+    place: Literal["none", "loss", "reward"] | UnsetType = UNSET
+    estimator: Literal["k1", "k2", "k3"] | UnsetType = UNSET
+    coefficient: _Ratio | UnsetType = UNSET
+
+
+class Critic(Struct, frozen=True, kw_only=True):
+    """How the value model learns and is used, as changes to the algorithm's own settings."""
+
+    learning_rate: _Rate | UnsetType = UNSET
+    warmup_steps: Annotated[int, Meta(ge=0, le=2**31)] | UnsetType = UNSET
+    """Steps at the beginning in which the policy waits for the critic."""
+    value_clip: Annotated[float, Meta(gt=0.0, le=1e6)] | UnsetType = UNSET
+    gamma: _Share | UnsetType = UNSET
+    gae_lambda: _Share | UnsetType = UNSET
+
+
+class Overlong(Struct, frozen=True, kw_only=True):
+    """What becomes of answers near the longest length, as changes to the algorithm's own settings."""
+
+    buffer: _Share | UnsetType = UNSET
+    """Share of the longest length, at its end, in which the reward is lowered more and more; 0: nowhere."""
+    penalty: _Ratio | UnsetType = UNSET
+    """By how much the reward of a longest answer is lowered."""
+    filter: bool | UnsetType = UNSET
+    """Whether answers that were cut off have no part in the loss."""
+
+
+class Algorithm(Struct, frozen=True, kw_only=True):
+    """The update rule, by name, and its settings. Learning rates and clips as verl names them.
+
+    A field that is not set (UNSET; it isn't written either) is what the algorithm of that name says.
+    """
+
+    # No more than 15 fields in a struct that leaves some out: with more, msgspec writes the longer header of a map.
     name: Name = "grpo"
-    learning_rate: Annotated[float, Meta(gt=0.0, le=1.0)] = 1e-6
-    clip_ratio: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.2
+    learning_rate: _Rate = 1e-6
+    clip_ratio: _Clip | UnsetType = UNSET
     correction: Literal["none", "icepop", "tis"] = "tis"
     correction_bounds: tuple[_Ratio, _Ratio] = (0.5, 5.0)
     grad_clip: Annotated[float, Meta(gt=0.0, le=1e12)] = 1.0
     weight_decay: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
+    clip_ratio_high: Annotated[float, Meta(gt=0.0, le=1e6)] | UnsetType = UNSET
+    """The upper side of the clip, where it is not `clip_ratio` too."""
+    loss_aggregation: LossAggregation | UnsetType = UNSET
+    dynamic_sampling: bool | UnsetType = UNSET
+    """Whether groups of equal rewards are passed over when a step's batch is gathered."""
+    rejection_k3: Annotated[float, Meta(gt=0.0, le=1e6)] | UnsetType = UNSET
+    """Answers whose mean k3 divergence, policy against behaviour, is above are rejected; not set: none is."""
+    mini_batches: Annotated[int, Meta(ge=1, le=1024)] | UnsetType = UNSET
+    """Optimiser steps that a batch is cut into. The first starts from the policy that ratios are of: no clip acts."""
+    kl: Divergence | UnsetType = UNSET
+    critic: Critic | UnsetType = UNSET
+    overlong: Overlong | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if self.correction_bounds[0] > self.correction_bounds[1]:

@@ -16,7 +16,7 @@ from echo_protocols import envelope, hop, keys
 from echo_protocols.peer import Capacity, Complaint, Plan, RoleRecord, Stop, Way
 from echo_protocols.release import Chunk, Release, Skip, policy_hash
 from echo_protocols.rollout import LargeRollout, RolloutGroup, Sample, Segment, Slot
-from echo_protocols.run import Admission, ModelFile, RunManifest, Sampling, TaskSpec
+from echo_protocols.run import Admission, Algorithm, ModelFile, RunManifest, Sampling, TaskSpec
 from echo_protocols.sync import LatestRelease, PullReply, PullRequest
 from echo_protocols.uniform import Place, group_id, prompt_index, uniform
 from echo_protocols.values import PolicyVersion, Span, canonical, encode
@@ -43,6 +43,7 @@ _MANIFEST = RunManifest(
     task=TaskSpec(
         name="sokoban", seed=3, settings={"size": 6, "boxes": 1, "share": 0.5, "hard": False, "look": "plain"}
     ),
+    algorithm=Algorithm(clip_ratio=0.2),  # which every manifest said before a recipe could
     sampling=Sampling(temperature=0.75, top_p=0.9, top_k=40, max_new_tokens=4),
     protocol="async",
     max_lag=4,
