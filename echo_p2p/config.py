@@ -83,6 +83,8 @@ class InferenceConfig(Struct, frozen=True, kw_only=True):
     """
 
     owner: str = ""
+    model: str = ""
+    """The folder of a copy of the run's model on this machine, whole or in part. Empty: it comes from hub or peers."""
     engine: Literal["auto", "torch", "mlx", "vllm"] = "auto"
     """What computes; `auto` takes mlx on Apple silicon, and vllm where an NVIDIA GPU holds the whole model, if they are
     installed and prove on this model that they compute it rightly; else torch."""
@@ -192,9 +194,15 @@ def _refuse_unknown(document: Mapping[str, Any], schema: type[Struct], path: str
             close = difflib.get_close_matches(key, fields, n=1)
             hint = f"did you mean `{path}{close[0]}`?" if close else f"known keys: {', '.join(sorted(fields))}."
             raise ConfigError(f"{where}: unknown key `{path}{key}`; {hint}")
-        nested = fields[key]
-        if isinstance(value, dict) and isinstance(nested, type) and issubclass(nested, Struct):
+        nested = _table(fields[key])
+        if isinstance(value, dict) and nested is not None:
             _refuse_unknown(value, nested, f"{path}{key}.", where)
+
+
+def _table(kind: Any) -> type[Struct] | None:
+    """The struct that a field of this type holds, optional ones included; None if it holds another value."""
+    kinds = [each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, Struct)]
+    return kinds[0] if kinds else None
 
 
 def _sentence(message: str) -> str:
@@ -210,7 +218,8 @@ def _choices(keys: list[str]) -> tuple[str, ...]:
     """The values that the key of an enumeration takes."""
     schema: Any = NodeConfig
     for key in keys:
-        if not (isinstance(schema, type) and issubclass(schema, Struct)):
+        if (table := _table(schema)) is None:
             return ()
-        schema = next(field.type for field in msgspec.structs.fields(schema) if field.name == key)
-    return get_args(schema) if get_origin(schema) is Literal else ()
+        schema = next(field.type for field in msgspec.structs.fields(table) if field.name == key)
+    choices = [get_args(each) for each in (schema, *get_args(schema)) if get_origin(each) is Literal]
+    return choices[0] if choices else ()

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 RECORD_TTL_S = 60.0
 RENEW_EVERY_S = 20.0
 WATCH_EVERY_S = 2.0
+LOOK_EVERY_S = 0.3
+"""How often at most, whoever asks."""
+
 _DEADLINE_S = 10.0
 
 
@@ -84,6 +87,7 @@ class Swarm:
         self._twin_started_at = 0.0
         self._published: dict[str, bytes] = {}
         self._renew_now = trio.Event()
+        self._look_now = trio.Event()
         self._changed = trio.Event()
 
     async def run(self) -> None:
@@ -104,6 +108,14 @@ class Swarm:
     def announce(self) -> None:
         """Renew our role record at once: something in it that others wait for has changed."""
         self._renew_now.set()
+
+    def look_again(self) -> None:
+        """Read the others' records soon: there is reason to think that they have changed."""
+        self._look_now.set()
+
+    def wake(self) -> None:
+        """Have everybody look who waits for changes: what they decide by has changed, though not here."""
+        self._notify()
 
     def join(self, run: Run) -> None:
         """From now on, plan and release are those of `run`; what was known of another run's is forgotten."""
@@ -174,7 +186,10 @@ class Swarm:
                 log.warning("records of swarm %s can't be read (%s); trying again", self.name, error)
             except Exception:
                 log.exception("records of swarm %s can't be read; trying again", self.name)
-            await trio.sleep(WATCH_EVERY_S)
+            await trio.sleep(LOOK_EVERY_S)
+            with trio.move_on_after(WATCH_EVERY_S - LOOK_EVERY_S):
+                await self._look_now.wait()
+            self._look_now = trio.Event()
 
     async def _look(self) -> None:
         before = (self.members, self.runs, self.plan, self.latest)

@@ -229,6 +229,16 @@ def test_a_bf16_matrix_is_the_exact_sum_rounded_once() -> None:
     assert torch.equal(live["q_proj.weight"], exact.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, 2.0**-11), (torch.bfloat16, 0.0)])
+def test_float32_matrices_keep_what_is_less_than_a_bf16_unit_of_the_base(dtype: torch.dtype, kept: float) -> None:
+    live = {"q_proj.weight": torch.ones(3, 2, dtype=dtype)}
+    spec = AdapterSpec(rank=1, alpha=2.0**-11, targets=("q_proj",))
+    MergedAdapter(TorchWeights(live, same_layout({"q_proj.weight": (3, 2)})), spec).apply(
+        dict(zip(adapter_names("q_proj"), (bf16([[1, 1]]), bf16([[1], [1], [1]])), strict=True))
+    )
+    assert torch.equal(live["q_proj.weight"].float() - 1, torch.full((3, 2), kept))
+
+
 def test_modules_fused_into_others_take_an_adapter_merged_only() -> None:
     linears = {"o_proj": torch.nn.Linear(4, 4, bias=False), "qkv_proj": torch.nn.Linear(4, 6, bias=False)}
     root = torch.nn.ModuleDict(linears)

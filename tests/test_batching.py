@@ -77,7 +77,7 @@ async def chain(
 ) -> AsyncIterator[ChainDriver]:
     ring = Ring((Stop(peer=PEER, span=WHOLE),), bytes(32), lanes=lanes, rows=rows, exclusive=exclusive)
     host = StageHost(PEER, stage, MemoryWeights({}), V0, limits=limits)
-    async with open_chain(ring, host) as driver:
+    async with open_chain(ring, host, canary=False) as driver:
         yield driver
 
 

@@ -62,6 +62,48 @@ def test_a_batch_that_is_not_full_takes_nothing() -> None:
         assert len(buffer.take(2, step=6, lag=at(5), max_lag=9)) == 2
 
 
+def dull(counter: int, step: int) -> StoredRollout:
+    return replace(rollout(counter, step), varies=False)
+
+
+def test_groups_of_equal_rewards_are_passed_over_until_enough_vary() -> None:
+    with open_buffer() as buffer:
+        for stored in (dull(0, 5), rollout(1, 5), dull(2, 5), rollout(3, 4), rollout(4, 3)):
+            buffer.add(stored)
+        taken = buffer.take(2, step=6, lag=at(5), max_lag=9, bound=8)
+        assert counters(taken) == [0, 1, 2, 3]
+        assert [item.rollout.varies for item in taken] == [False, True, False, True]
+        assert buffer.statistics().counts == {"added": 5, "equal-rewards": 2}
+        assert buffer.rewind(5) == 4  # a lost step looks at the same groups again
+        assert buffer.take(2, step=6, lag=at(5), max_lag=9, bound=8) == taken
+
+
+def test_a_step_waits_for_groups_that_vary_but_not_beyond_its_bound() -> None:
+    with open_buffer() as buffer:
+        for counter in range(5):
+            buffer.add(dull(counter, 5))
+        assert buffer.take(2, step=6, lag=at(5), max_lag=9, bound=6) == ()
+        buffer.add(dull(5, 5))
+        assert counters(buffer.take(2, step=6, lag=at(5), max_lag=9, bound=6)) == [0, 1, 2, 3, 4, 5]
+        assert buffer.statistics().counts["equal-rewards"] == 4
+    with open_buffer(max_groups=3) as buffer:  # can't hold as many as the bound
+        for counter in range(4):
+            buffer.add(dull(counter, 5))
+        assert len(buffer.take(2, step=6, lag=at(5), max_lag=9, bound=6)) == 3
+
+
+def test_a_file_of_the_version_before_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "buffer.sqlite"
+    with open_buffer(path) as buffer:
+        buffer.add(rollout(0, 5))
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript("ALTER TABLE rollouts DROP COLUMN varies; PRAGMA user_version = 1;")
+    with open_buffer(path) as buffer:
+        buffer.add(dull(1, 5))
+        taken = buffer.take(2, step=6, lag=at(5), max_lag=9)
+        assert [item.rollout.varies for item in taken] == [True, False]
+
+
 def test_nothing_beyond_the_bound_comes_out_and_every_drop_has_its_reason() -> None:
     with open_buffer() as buffer:
         for counter, step in enumerate((1, 2, 3, 9)):

@@ -96,8 +96,9 @@ class Swarm:
     servers: list[ChainServer] = field(default_factory=list)
     scopes: list[trio.CancelScope] = field(default_factory=list)
 
-    def open(self, lanes: int = 0) -> ChainDriver:
-        return open_chain(Ring(route=self.route, run_id=bytes(32), lanes=lanes), self.hosts[0], self.servers[0])
+    def open(self, lanes: int = 0, *, canary: bool = True) -> ChainDriver:
+        ring = Ring(route=self.route, run_id=bytes(32), lanes=lanes, vocabulary=32)
+        return open_chain(ring, self.hosts[0], self.servers[0], canary=canary)
 
     def stage(self, place: int) -> MemoryStage:
         stage = self.hosts[place].stage
@@ -217,7 +218,7 @@ def test_lanes_and_prompts_in_flight_are_bounded() -> None:
             while driver.statistics.groups < 24:
                 watch()
                 await trio.lowlevel.checkpoint()
-        assert 2 <= most <= 2 + 4 + 2  # lanes, prompts that are held for them, and what the next step frees
+        assert 2 <= most <= 2 + 4 + 2 + 2  # lanes, prompts held for them, a canary, and what the next step frees
 
     trio.run(main)
 
@@ -226,7 +227,7 @@ def switching_answers(stops: int) -> list[tuple[Sample, ...]]:
     """Two groups with a switch to V1 when the first has done five steps."""
 
     async def main() -> list[tuple[Sample, ...]]:
-        async with swarm(stops) as peers, peers.open(lanes=1) as driver:
+        async with swarm(stops) as peers, peers.open(lanes=1, canary=False) as driver:
             results: list[tuple[Sample, ...]] = []
 
             async def generate() -> None:
@@ -269,7 +270,8 @@ def replay(boundary: int) -> tuple[Sample, ...]:
             return super().forward(lane, rows, positions, inputs)
 
     async def main() -> tuple[Sample, ...]:
-        async with swarm(1, stages={0: Changing(Span(start=0, end=6, layers=6))}) as peers, peers.open() as driver:
+        stages = {0: Changing(Span(start=0, end=6, layers=6))}
+        async with swarm(1, stages=stages) as peers, peers.open(canary=False) as driver:
             return await driver.generate(request(0, stop=frozenset(), length=40))
 
     segments = (Segment(start=0, version=V0), Segment(start=boundary, version=V1))
@@ -442,7 +444,7 @@ def test_a_silent_peer_ends_a_group_within_the_deadline() -> None:
             async with trio.open_nursery() as nursery:
                 await nursery.start(peers.network.node(PEERS[1]).serve, names.HOP, false_last_stage(peers))
                 async with peers.open() as driver:
-                    assert await failures(driver, request()) == [("silent", None)]
+                    assert await failures(driver, request()) == [("silent", PEERS[1])]
                 nursery.cancel_scope.cancel()
 
     with_deadline(main)
@@ -585,8 +587,9 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
         )
         return b"".join(encode(CHAIN, msgspec.structs.replace(step, **changes)))
 
-    def begin(samples: int = 2, positions: int = 4) -> bytes:
-        return b"".join(encode(CHAIN, begin_order(samples, positions)))
+    def begin(samples: int = 2, positions: int = 4, drawn: int = 0) -> bytes:
+        order = msgspec.structs.replace(begin_order(samples, positions), drawn=drawn)
+        return b"".join(encode(CHAIN, order))
 
     def join(
         rows: tuple[int, ...] = (0, 1),
@@ -598,6 +601,7 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
     ) -> bytes:
         return b"".join(encode(CHAIN, Join(lane=lane, prompt=prompt, step=step, rows=rows, samples=samples)))
 
+    longer = np.ones((1, 2, 16), "<f4").tobytes()
     read = [begin(), frame()]
     lane = [*read, join()]
     full = [begin(samples=16), frame(), join(tuple(range(16)), tuple(range(16)))]
@@ -624,10 +628,11 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
         "two rows of a prompt": ("bad-rows", [first, begin(), frame(rows=[0, 1])]),
         "position of a prompt": ("bad-rows", [first, begin(), frame(positions=[1])]),
         "step of a prompt": ("bad-rows", [first, begin(), frame(step=1)]),
-        "too long a prompt": ("bad-rows", [first, begin(positions=1), frame(length=2, width=8)]),
+        "too long a prompt": ("bad-rows", [first, begin(positions=1), frame(length=2, payload=longer)]),
         "a prompt goes on after answers began": ("bad-rows", [first, *lane, frame(step=1, positions=[1])]),
         "join without a prompt": ("bad-lane", [first, join()]),
         "join before anything was read": ("bad-rows", [first, begin(), join()]),
+        "more was drawn than read": ("bad-rows", [first, begin(drawn=1), frame(), join()]),
         "join at another step": ("bad-rows", [first, *read, join(step=1)]),
         "join a prompt": ("bad-lane", [first, *read, join(lane=1)]),
         "same row joins": ("bad-rows", [first, *read, join(rows=(1, 1))]),
@@ -642,7 +647,7 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
         "negative row": ("bad-rows", [first, *lane, frame(lane=2, rows=[-1, 1], positions=[1, 1], step=1)]),
         "position": ("bad-rows", [first, *lane, frame(lane=2, rows=[0, 1], positions=[1, 2], step=1)]),
         "step": ("bad-rows", [first, *lane, frame(lane=2, rows=[0, 1], positions=[1, 1], step=2)]),
-        "two tokens": ("bad-rows", [first, *lane, frame(lane=2, positions=[1], step=1, length=2, width=8)]),
+        "two tokens": ("bad-rows", [first, *lane, frame(lane=2, positions=[1], step=1, length=2, payload=longer)]),
         "a row that left": (
             "bad-rows",
             [first, *lane, frame(lane=2, positions=[1], step=1), frame(lane=2, rows=[1], positions=[1], step=2)],
@@ -652,8 +657,13 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
             [first, *lane, *(frame(lane=2, positions=[at], step=at) for at in range(1, 5))],
         ),
         "version": ("version", [first, begin(), frame(version=V9)]),
-        "width": ("engine", [first, begin(), frame(width=8, payload=bytes(32))]),
+        "width": ("bad-frame", [first, begin(), frame(width=8, payload=bytes(32))]),
+        "no number": ("garbage", [first, begin(), frame(payload=np.full(16, np.nan, "<f4").tobytes())]),
+        "too large a number": ("garbage", [first, begin(), frame(payload=np.full(16, np.inf, "<f4").tobytes())]),
     }
+
+
+BLAMES_THE_PREDECESSOR = {"bad-frame", "wrong-chain", "bad-lane", "bad-rows", "garbage"}
 
 
 async def wait_for_end(stream: Stream, opened: Open) -> None:
@@ -679,6 +689,7 @@ def test_hostile_input_ends_its_stream_with_a_counted_reason_and_nothing_else() 
                     _, frame = decode(await stream.receive())
                     assert isinstance(frame, Failure), name
                     assert frame.reason == reason, name
+                    assert (frame.peer == PEERS[0]) == (reason in BLAMES_THE_PREDECESSOR), name
                 while peers.hosts[1].statistics.refused.get(reason, 0) == before:
                     await trio.lowlevel.checkpoint()
             assert not peers.stage(1).lanes
@@ -726,7 +737,8 @@ def test_a_fault_of_the_caller_leaves_the_chain_unwrapped() -> None:
 def test_an_idle_chain_stays_whole() -> None:
     async def main() -> None:
         limits = ChainLimits(beat_s=10.0, idle_timeout_s=25.0)
-        async with swarm(3, limits=limits) as peers, peers.open() as driver:
+        # No canary: this clock leaps while threads compute.
+        async with swarm(3, limits=limits) as peers, peers.open(canary=False) as driver:
             await trio.sleep(1000)
             assert not driver.failed.is_set()
 
@@ -824,6 +836,7 @@ def test_a_stage_that_cannot_apply_a_staged_version_ends_the_chain(place: int) -
         ({"step": 1}, "bad-tokens"),
         ({"version": V9}, "bad-tokens"),
         ({"tokens": np.array([1, -1], "<i4").tobytes()}, "bad-tokens"),
+        ({"tokens": np.array([1, 32], "<i4").tobytes()}, "bad-tokens"),
         ({"rows": np.array([1, 0], "<i4").tobytes()}, "bad-tokens"),
         ({"logprobs": np.array([0.5, -1.0], "<f4").tobytes()}, "bad-tokens"),
         ({"logprobs": np.array([np.nan, -1.0], "<f4").tobytes()}, "bad-tokens"),
@@ -847,8 +860,8 @@ def test_tokens_that_cannot_be_are_refused_by_the_head(changes: dict[str, object
             async with trio.open_nursery() as nursery:
                 handler = false_last_stage(peers, msgspec.structs.replace(tokens, **changes))
                 await nursery.start(peers.network.node(PEERS[1]).serve, names.HOP, handler)
-                async with peers.open() as driver:
-                    assert [found for found, _ in await failures(driver, request(samples=2))] == [reason]
+                async with peers.open(canary=False) as driver:
+                    assert await failures(driver, request(samples=2)) == [(reason, PEERS[1])]
                 nursery.cancel_scope.cancel()
 
     with_deadline(main)

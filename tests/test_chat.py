@@ -119,7 +119,8 @@ async def chain(stage: MemoryStage, **limits: int) -> AsyncIterator[ChainDriver]
     ring = Ring((Stop(peer=PEER, span=WHOLE),), bytes(32), lanes=2, rows=8)
     head = np.full((16, VOCABULARY), 0x3F80, np.uint16)  # ones: another policy altogether
     weights = MemoryWeights({V1: {"lm_head.weight": TensorUpdate(None, head)}})
-    async with open_chain(ring, StageHost(PEER, stage, weights, V0, limits=ChainLimits(**limits))) as driver:
+    host = StageHost(PEER, stage, weights, V0, limits=ChainLimits(**limits))
+    async with open_chain(ring, host, canary=False) as driver:
         yield driver
 
 

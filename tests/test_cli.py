@@ -41,6 +41,14 @@ def test_every_command_is_named_in_the_readme() -> None:
             assert re.search(rf"(echo-node|make) {command}\b|`{command}`", readme), command
 
 
+@pytest.mark.parametrize("command", [("join", "--role", "trainer"), ("co-located",), ("demo",)])
+def test_an_algorithm_that_nobody_knows_is_said_before_anything_is_loaded(tmp_path: Path, command: list[str]) -> None:
+    result = run(tmp_path, *command, "--set", "run.algorithm.name=magic")
+    assert result.exit_code == 2
+    assert "'magic': the trainer knows grpo, dr-grpo, dapo, gspo" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_id_is_made_once_and_then_kept(tmp_path: Path) -> None:
     first = run(tmp_path, "id")
     assert first.exit_code == 0

@@ -14,8 +14,9 @@ import trio.testing
 
 from echo_p2p.chain.answerer import Answerer, GroupBounds
 from echo_p2p.chain.driver import open_chain
-from echo_p2p.chain.group import GroupRequest
+from echo_p2p.chain.group import AnswerSoFar, GroupRequest, SoFar
 from echo_p2p.chain.host import StageHost
+from echo_p2p.chain.link import GroupBroken
 from echo_p2p.chain.memory_core import MemoryCore, start_thread
 from echo_p2p.chain.memory_stage import MemoryStage, MemoryWeights
 from echo_p2p.chain.ring import Ring
@@ -31,7 +32,7 @@ from echo_p2p.errors import ChainError, ModelError, WeightsError
 from echo_p2p.models import resolve_model
 from echo_p2p.weights.codec import content_hash
 from echo_protocols.peer import Stop
-from echo_protocols.rollout import Sample
+from echo_protocols.rollout import Sample, Segment
 from echo_protocols.run import Sampling
 from echo_protocols.uniform import uniforms
 from echo_protocols.values import PolicyVersion, Span
@@ -294,6 +295,39 @@ def test_an_engine_that_fails_fails_whole_and_all_who_wait_hear_why() -> None:
             assert answerer.failed.is_set()
             assert "fell off" in str(answerer.fault)
             assert len(faults) == 8
+
+    trio.run(main)
+
+
+def test_a_group_goes_on_in_another_engine_or_a_chain_with_what_one_that_failed_had_drawn() -> None:
+    class Dying(MemoryStage):
+        left = 9
+
+        def forward(self, lane, rows, positions, inputs):  # type: ignore[no-untyped-def]
+            Dying.left -= 1
+            if not Dying.left:
+                raise RuntimeError("the device fell off")
+            return super().forward(lane, rows, positions, inputs)
+
+    async def main() -> None:
+        asked = replace(request(1, samples=3), stop_tokens=frozenset())
+        async with engine(lambda _: MemoryCore(Dying(WHOLE))) as answerer:
+            with pytest.raises(GroupBroken, match="fell off") as caught:
+                await answerer.generate(asked)
+        so_far = caught.value.so_far
+        assert so_far.token_count == 6  # of two steps that were finished
+        (whole,) = await by_chain([asked])
+        async with engine() as answerer:
+            assert await answerer.generate(asked, None, so_far) == whole
+            assert answerer.statistics.tokens == 3 * 12 - 6
+            finished = SoFar(tuple(AnswerSoFar(each.tokens, each.logprobs, each.segments) for each in whole))
+            assert await answerer.generate(asked, None, finished) == whole
+            with pytest.raises(ChainError, match="3 answers so far"):
+                await answerer.generate(request(1, samples=2), None, so_far)
+        newer = replace(so_far, answers=(replace(so_far.answers[0], segments=(Segment(start=0, version=V1),)),) * 3)
+        async with engine() as answerer:
+            with pytest.raises(ChainError, match="newer version"):
+                await answerer.generate(asked, None, newer)
 
     trio.run(main)
 

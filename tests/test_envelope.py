@@ -30,7 +30,7 @@ from echo_protocols.release import Chunk, Release, Skip
 from echo_protocols.rollout import Slot
 from echo_protocols.run import RunManifest, Sampling, TaskSpec
 from echo_protocols.sync import LatestRelease, PullRequest
-from echo_protocols.values import PolicyVersion, Span, encode
+from echo_protocols.values import PolicyVersion, Span, decode, encode
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 PUBLIC = KEY.public_key().public_bytes_raw()
@@ -96,6 +96,19 @@ def test_a_payload_over_its_bound_is_not_sealed():
     )
     with pytest.raises(ValueError, match="over the bound"):
         sealed(PLAN, Plan(number=1, layers=1, chains=chains))
+
+
+def test_a_plan_without_standbys_is_one_of_before_and_a_standby_serves_no_chain():
+    span = Span(start=0, end=1, layers=1)
+    a, b = (Stop(peer=letter * 50, span=span) for letter in "AB")
+    old = {"number": 1, "layers": 1, "chains": [[[a.peer, [0, 1, 1]]]]}
+    assert decode(encode(old), Plan) == Plan(number=1, layers=1, chains=((a,),))
+    made = Plan(number=1, layers=1, chains=((a,),), standby=(b,))
+    assert decode(encode(made), Plan) == made
+    assert (made.span_of(a.peer), made.span_of(b.peer), made.chain_of(b.peer)) == (span, span, None)
+    for standby in ((a,), (b, b), (Stop(peer=b.peer, span=Span(start=0, end=1, layers=2)),)):
+        with pytest.raises(ValueError, match="stands by for one span"):
+            Plan(number=1, layers=1, chains=((a,),), standby=standby)
 
 
 # -- refused, each with its reason ------------------------------------------------------------------------------------

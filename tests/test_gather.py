@@ -12,7 +12,8 @@ import trio
 import trio.testing
 
 from echo_node.buffer_gather import BufferGather
-from echo_node.gather import largest_group_bytes
+from echo_node.gather import enough, largest_group_bytes
+from echo_node.learning import Graded, grade
 from echo_node.pull_gather import PullGather
 from echo_p2p.config import NetworkConfig
 from echo_p2p.identity import Identity, from_seed
@@ -20,13 +21,14 @@ from echo_p2p.net.base import Stream
 from echo_p2p.net.blobs import blob_hash, serve_blobs
 from echo_p2p.net.memory import MemoryNetwork
 from echo_p2p.presence import Presence
+from echo_p2p.rl.algorithms import step_size
 from echo_p2p.rl.buffer import ReplayBuffer
 from echo_p2p.swarm import Member, Run, Swarm
 from echo_protocols import names
 from echo_protocols.envelope import LARGE_ROLLOUT, PULL, ROLLOUT, Border, Sealer
 from echo_protocols.peer import Plan, RoleRecord, Stop
 from echo_protocols.rollout import LargeRollout, RolloutGroup, Sample, Segment, Slot
-from echo_protocols.run import Admission, RunManifest, Sampling
+from echo_protocols.run import Admission, Algorithm, RunManifest, Sampling
 from echo_protocols.sync import Lineage, PullReply
 from echo_protocols.uniform import prompt_index
 from echo_protocols.values import PolicyVersion, Span, decode
@@ -197,6 +199,30 @@ def test_each_bad_rollout_is_refused_with_its_reason_and_good_ones_go_on() -> No
     trio.run(main)
 
 
+def dull_or_not(varies: bool) -> tuple[Sample, ...]:
+    """Two samples that `ALength` rewards alike, or not."""
+    return sample(), sample(tokens=(1, 3), logprobs=(-1.0, -1.0)) if varies else sample()
+
+
+def test_groups_of_equal_rewards_are_looked_at_and_counted_but_not_waited_for_in_vain() -> None:
+    async def main() -> None:
+        run = manifest(algorithm=Algorithm(name="dapo"))
+        async with gathering(run) as scene:
+            for counter, varies in enumerate((False, True, False, True)):
+                await scene.publish(scene.sealed(group(run, WORKER.peer_id, counter, samples=dull_or_not(varies))))
+                await scene.waiting(counter + 1)
+            batch = await scene.gather.next_batch()
+            assert [each.varies for each in batch] == [False, True, False, True]
+            assert scene.gather.refused() == {"equal-rewards": 2}
+            for counter in range(4, 12):
+                await scene.publish(scene.sealed(group(run, WORKER.peer_id, counter)))
+            batch = await scene.gather.next_batch()
+            assert [each.varies for each in batch] == [False] * 8
+            assert scene.gather.refused() == {"equal-rewards": 8}
+
+    trio.run(main)
+
+
 def test_a_worker_that_the_run_does_not_admit_is_refused() -> None:
     async def main() -> None:
         async with gathering(manifest(admission=Admission(banned=(WORKER.peer_id,)))) as scene:
@@ -338,5 +364,53 @@ def test_a_step_is_completed_by_the_others_when_a_head_answers_nonsense(answer: 
                 assert {each.worker for each in batch} == {WORKER.peer_id}
             nursery.cancel_scope.cancel()
         assert len(asked) <= 3
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.05))
+
+
+VARYING_SLOTS = [{0, 3, 4, 6}, {1, 2, 3, 5, 8}, set(range(16)), set[int](), {15}]
+
+
+@pytest.mark.parametrize("varying", VARYING_SLOTS)
+@pytest.mark.parametrize("hurry", [0, 1])
+def test_chains_give_the_step_that_the_co_located_run_would(varying: set[int], hurry: int) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        trainer = presence_of(TRAINER, network)
+        heads = [presence_of(identity, network) for identity in (WORKER, OTHER)]
+        run = manifest(protocol="sequential", max_lag=0, groups_per_step=4, algorithm=Algorithm(name="dapo"))
+        span = Span(start=0, end=4, layers=4)
+        names_of_heads = [head.identity.peer_id for head in heads]
+        trainer.swarm.plan = Plan(number=1, layers=4, chains=tuple((Stop(peer=p, span=span),) for p in names_of_heads))
+        record = RoleRecord(role="inference", software="test")
+        trainer.swarm.members = {peer: Member(peer, record, 0.0) for peer in names_of_heads}
+        learner = SimpleNamespace(version=NOW_VERSION, lineage=Lineage(), prompts=OneLetter())
+
+        def answer(slot: Slot, worker: str) -> RolloutGroup:
+            return group(run, worker, slot=slot, samples=dull_or_not(slot.slot in varying))
+
+        def answering(head: Presence, delay_s: float):  # type: ignore[no-untyped-def]
+            async def serve(stream: Stream) -> None:
+                for slot in decode(decode(await stream.receive(), list)[6], PULL.type).slots:
+                    await trio.sleep(delay_s)
+                    made = answer(slot, head.identity.peer_id)
+                    sealed = head.sealer.seal(ROLLOUT, run.run_id(), made, time.time())
+                    await stream.send(msgspec.msgpack.encode(PullReply(group=sealed)))
+
+            return serve
+
+        async def ask(first: int, count: int) -> list[Graded]:
+            slots = [Slot(step=6, slot=slot) for slot in range(first, first + count)]
+            return [grade(learner.prompts, "here", answer(slot, "here")) for slot in slots]
+
+        gather = PullGather(trainer, Run(run, run.run_id(), "", 0.0), learner, deadline_s=60.0)  # type: ignore[arg-type]
+        async with trio.open_nursery() as nursery:
+            for number, head in enumerate(heads):
+                await nursery.start(head.hive.serve, names.PULL, answering(head, 0.1 + 1.7 * (number == hurry)))
+            batch = await gather.next_batch()
+            nursery.cancel_scope.cancel()
+        baseline = await enough(step_size(run.algorithm, 4), ask)
+        assert [(each.group.slot, each.rewards) for each in batch] == [(b.group.slot, b.rewards) for b in baseline]
+        assert gather.refused() == ({"equal-rewards": len(batch) - 4} if len(batch) > 4 else {})
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.05))

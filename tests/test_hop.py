@@ -88,6 +88,7 @@ frames = st.one_of(
         sampling=st.builds(Sampling, temperature=st.floats(0.1, 2.0), top_k=st.integers(0, 9)),
         samples=st.integers(1, 4096),
         positions=st.integers(1, 4096),
+        drawn=st.integers(0, 4096),
     ),
     st.builds(Join, lane=numbers, prompt=numbers, step=numbers, rows=few, samples=few),
     st.builds(EndLane, lane=numbers),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -158,6 +159,22 @@ def test_no_more_lanes_are_kept_and_none_grows_longer_than_is_allowed() -> None:
         enter(lanes, 5, [0], 0)
     with pytest.raises(ChainError, match="one more than the 4"):
         join(lanes, 5, [0], source=1)
+
+
+def test_a_lane_whose_computation_failed_is_closed() -> None:
+    def fails(*_: object) -> NoReturn:
+        raise RuntimeError("out of memory")
+
+    lanes, token = some(), np.zeros((1, 1), np.float32)
+    with pytest.raises(ChainError, match=r"lane 1 failed here \(out of memory\): replay it elsewhere"):
+        lanes.compute(1, integers(0), integers(5), token, fails)
+    assert lanes.numbers == {2}
+    with pytest.raises(ChainError, match="stand at"):
+        lanes.compute(2, integers(0), integers(5), token, fails)
+    with pytest.raises(ChainError, match="out of memory"):
+        lanes.share(7, integers(4), 2, fails)
+    assert lanes.numbers == {2}
+    assert lanes.kv_positions == 3
 
 
 @settings(max_examples=40, deadline=None)

@@ -12,6 +12,7 @@ from echo_node.learner import Learner
 from echo_node.learning import Graded, RunLog
 from echo_p2p.config import TrainerConfig
 from echo_p2p.errors import TrainerError, WeightsError
+from echo_p2p.rl.algorithms import StepSize
 from echo_p2p.rl.trainer import StepReport
 from echo_p2p.weights.publish import Publisher
 from echo_p2p.weights.store import Store
@@ -27,8 +28,9 @@ class CountingEngine:
         self.count = 0
         self.fails = False
 
-    def step(self, rows: object) -> StepReport:
+    def step(self, rows: tuple[object, ...]) -> StepReport:
         self.count += 1
+        self.rows = len(rows)
         if self.fails:
             raise TrainerError("the engine broke in the middle of a step")
         return StepReport(updated=True, figures={"loss": 0.5, "k3_kl": float("nan"), "ess": float("inf")})
@@ -47,7 +49,9 @@ class CountingEngine:
             raise TrainerError(f"{folder} holds no checkpoint") from error
 
 
-def learner_in(folder: Path, engine: CountingEngine | None = None, **config: object) -> Learner:
+def learner_in(
+    folder: Path, engine: CountingEngine | None = None, size: StepSize | None = None, **config: object
+) -> Learner:
     store = Store(folder / "blobs", 1 << 20)
     publisher = Publisher(store)
     learner = Learner(
@@ -56,6 +60,7 @@ def learner_in(folder: Path, engine: CountingEngine | None = None, **config: obj
         publisher=publisher,
         prompts=SimpleNamespace(ids=lambda index: (1, 2)),  # type: ignore[arg-type]
         config=TrainerConfig(**config),
+        size=size,
     )
     publisher_sealed(learner, store, publisher, learner.first_release())
     learner.seal_in = (store, publisher)  # type: ignore[attr-defined]
@@ -184,6 +189,16 @@ def test_damaged_progress_is_said_not_started_over(tmp_path: Path, content: byte
     (tmp_path / "progress.json").write_bytes(content)
     with pytest.raises(TrainerError, match=r"progress\.json is damaged"):
         learner_in(tmp_path)
+
+
+def test_what_was_passed_over_is_not_trained_on_and_counts_in_the_mean_reward(tmp_path: Path) -> None:
+    learner = learner_in(tmp_path, size=StepSize(2, 8))
+    rewards = [(1.0, 1.0), (0.0, 1.0), (1.0, 1.0), (1.0, 0.0)]
+    batch = [Graded("w", group(learner.version, counter), each) for counter, each in enumerate(rewards)]
+    record, _ = learner.publish(learner.learn(batch, 0.1))
+    assert [trained.counter for trained in record.groups] == [1, 3]
+    assert learner._engine.rows == 4  # type: ignore[attr-defined]
+    assert (record.reward_mean, record.passed_over) == (0.75, 2)
 
 
 def test_a_line_of_the_log_that_was_cut_short_takes_no_other_with_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo_p2p.chain import torch_stage
 from echo_p2p.chain.parity import check_parity, disagreement, probed_layers
-from echo_p2p.chain.shape import tensor_entries
 from echo_p2p.chain.stage import Stage, TensorUpdate
 from echo_p2p.errors import ChainError, ModelError, WeightsError
+from echo_p2p.models.layout import tensor_entries
 from echo_protocols.values import Span
 
 pytest.importorskip(
@@ -28,6 +29,8 @@ pytest.importorskip(
 import mlx.core as mx
 
 from echo_p2p.chain import mlx_stage
+from echo_p2p.chain.mlx_model import FAMILIES
+from echo_p2p.chain.mlx_stage import MlxStage
 
 SIZES = {
     "vocab_size": 48,
@@ -106,11 +109,25 @@ def chain(path: Path, cuts: Sequence[int], loaders: Sequence[Callable[[Path, Spa
     return [load(path, span) for load, span in zip(loaders, spans, strict=True)]
 
 
-def call(stages: Sequence[Stage], rows: Sequence[int], position: int, tokens: NDArray[Any], lane: int = 0) -> Any:
+def call(
+    stages: Sequence[Stage], rows: Sequence[int], position: int | Sequence[int], tokens: NDArray[Any], lane: int = 0
+) -> Any:
     names, carried = np.array(rows, dtype=np.int32), tokens
     for stage in stages:
         carried = stage.forward(lane, names, np.full(len(names), position, np.int32), carried)
     return carried
+
+
+def begin(stages: Sequence[Stage], prompt: Sequence[int], rows: Sequence[int], lane: int = 0) -> NDArray[np.float32]:
+    """Rows join the lane from one that reads the prompt and is closed; logits (vocabulary,) after the prompt."""
+    logits = call(stages, [0], 0, np.array([prompt], np.int32), lane=99)
+    try:
+        for stage in stages:
+            stage.join(lane, np.array(rows, np.int32), 99)
+    finally:
+        for stage in stages:
+            stage.close(99)
+    return np.asarray(logits[0])
 
 
 def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -144,6 +161,42 @@ def greedy(stages: Sequence[Stage], patches: Sequence[dict[str, TensorUpdate]]) 
     return seen
 
 
+@dataclass
+class Row:
+    """One greedy answer while it grows: prompt and tokens, and the logits (vocabulary,) that each token came from."""
+
+    tokens: list[int]
+    ends: int
+    logits: list[NDArray[np.float32]] = field(default_factory=list)
+
+    def take(self, logits: NDArray[np.float32]) -> None:
+        self.logits.append(logits)
+        self.tokens.append(int(logits.argmax()))
+
+
+def churn(stages: Sequence[Stage], *, steps: int) -> list[Row]:
+    """What grows in one lane that rows join, alone and in groups, and leave at random, in random order."""
+    draws, live, every = np.random.default_rng(3), dict[int, Row](), list[Row]()
+    for _ in range(steps):
+        held = set(live)  # who leaves is gone with the next step
+        live = {name: row for name, row in live.items() if len(row.logits) < row.ends}
+        while len(live) < 5:
+            prompt = draws.integers(1, 48, draws.integers(1, 12)).tolist()
+            names = [name for name in range(15) if name not in held][: draws.integers(1, 4)]
+            logits = begin(stages, prompt, names)
+            held |= set(names)
+            for name in names:
+                live[name] = Row(list(prompt), int(draws.integers(2, 26)))
+                live[name].take(logits)
+                every.append(live[name])
+        names = draws.permutation(list(live)).tolist()
+        lengths = [len(live[name].tokens) - 1 for name in names]
+        logits = call(stages, names, lengths, np.array([live[name].tokens[-1:] for name in names], np.int32))
+        for name, seen in zip(names, logits, strict=True):
+            live[name].take(seen)
+    return every
+
+
 def patch(stage: Stage, seed: int) -> dict[str, TensorUpdate]:
     draws, updates = np.random.default_rng(seed), {}
     for i, (name, bits) in enumerate(stage.tensors().items()):
@@ -159,7 +212,7 @@ def worst(left: Sequence[NDArray[Any]], right: Sequence[NDArray[Any]]) -> float:
 
 
 def test_every_family_that_is_taken_is_held_to_parity_here() -> None:
-    assert {name.split("-")[0] for name in MODELS} == mlx_stage.FAMILIES
+    assert {name.split("-")[0] for name in MODELS} == FAMILIES
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -194,6 +247,126 @@ def test_a_mixed_chain_that_is_patched_gives_the_same_greedy_tokens(folder: Path
     assert expected != greedy(chain(path, (0, 4), [by_torch]), patches[:1])
     for loaders in ([by_torch, by_mlx], [by_mlx, by_torch], [by_mlx, by_mlx]):
         assert greedy(chain(path, (0, 2, 4), loaders), patches) == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_that_join_and_leave_answer_as_if_alone(folder: Path, name: str) -> None:
+    path = model(folder, name)
+    expected = churn(chain(path, (0, 4), [by_torch]), steps=50)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    alone = []
+    for row in expected:
+        with torch.inference_mode():
+            logits = plain(torch.tensor([row.tokens[:-1]])).logits[0, -len(row.logits) :].numpy()
+        assert row.tokens[-len(row.logits) :] == logits.argmax(-1).tolist()
+        alone.append(log_probabilities(logits))
+    for cuts, loaders in [
+        ((0, 4), [by_mlx]),
+        ((0, 2, 4), [by_torch, by_mlx]),
+        ((0, 1, 3, 4), [by_mlx, by_torch, by_mlx]),
+    ]:
+        stages = chain(path, cuts, loaders)
+        assert all(stage.ragged for stage in stages)
+        rows = churn(stages, steps=50)
+        assert [row.tokens for row in rows] == [row.tokens for row in expected]
+        assert worst([log_probabilities(np.array(row.logits)) for row in rows], alone) < NATS
+
+
+def test_a_prompt_lane_goes_on_after_rows_have_joined_from_it(folder: Path) -> None:
+    stages = chain(model(folder, "llama"), (0, 2, 4), [by_mlx, by_mlx])
+    call(stages, [0], 0, np.array([[5, 4, 3, 2, 1]], np.int32), lane=1)
+    newest, seen = np.array([[6], [7]], np.int32), []
+    for stage in stages:
+        stage.join(0, np.array([7, 2], np.int32), 1)
+    for step in range(3):
+        both = call(stages, [7, 2], 5 + step, newest)
+        seen.append((both[0], call(stages, [0], 5 + step, newest[:1], lane=1)[0]))
+    assert worst([joined for joined, _ in seen], [source for _, source in seen]) < NATS
+    for stage in stages:
+        stage.join(0, np.array([0], np.int32), 1)
+    again = call(stages, [0, 7], 8, newest[[0, 0]])
+    np.testing.assert_allclose(again[0], again[1], atol=NATS)
+
+
+def test_a_number_is_free_again_and_its_row_forgets_who_had_it(folder: Path) -> None:
+    stages = chain(model(folder, "qwen3"), (0, 1, 4), [by_mlx, by_mlx])
+    begin(stages, [1, 2, 3, 4, 5, 6, 7, 8], [0, 1])
+    call(stages, [0, 1], 8, np.array([[9], [10]], np.int32))
+    with pytest.raises(ChainError, match="it lacks"):
+        begin(stages, [11, 12], [1])
+    call(stages, [0], 9, np.array([[9]], np.int32))
+    begin(stages, [11, 12], [1])
+    both = call(stages, [1, 0], [2, 10], np.array([[13], [9]], np.int32))
+    begin(stages, [11, 12], [0], lane=5)
+    np.testing.assert_allclose(both[:1], call(stages, [0], 2, np.array([[13]], np.int32), lane=5), atol=NATS)
+
+
+def test_weights_may_change_while_rows_stand_apart(folder: Path) -> None:
+    path, seen = model(folder, "qwen3"), []
+    change = patch(by_torch(path, WHOLE), 1)
+    for loaders in ([by_torch, by_torch], [by_mlx, by_torch], [by_mlx, by_mlx]):
+        stages = chain(path, (0, 2, 4), loaders)
+        begin(stages, [3, 4, 5], [4, 2])
+        call(stages, [2, 4], 3, np.array([[1], [2]], np.int32))
+        begin(stages, [3, 4, 5], [0])
+        for stage in stages:
+            held = stage.tensors()
+            stage.apply({name: update for name, update in change.items() if name in held})
+        seen.append([log_probabilities(call(stages, [4, 0], [4, 3], np.array([[3], [1]], np.int32)))])
+    assert max(worst(seen[0], other) for other in seen[1:]) < NATS
+
+
+def test_a_row_of_broken_numbers_leaves_its_neighbours_alone(folder: Path) -> None:
+    stage = by_mlx(model(folder, "llama"), Span(start=2, end=3, layers=4))
+    hidden = np.random.default_rng(5).standard_normal((2, 6, 32)).astype(np.float32)
+    newest, names = hidden[:, :1], np.arange(2, dtype=np.int32)
+    call([stage], [0], 0, np.full_like(hidden[:1], np.nan), lane=1)
+    call([stage], [0], 0, hidden[:1, :2], lane=2)
+    stage.join(0, names[:1], 1)
+    stage.join(0, names[1:], 2)
+    both = stage.forward(0, names, np.array([6, 2], np.int32), newest)
+    assert np.isnan(both[0]).all()
+    assert np.isfinite(both[1]).all()
+    call([stage], [1], 3, newest[:1])
+    stage.join(0, names[:1], 2)  # where the broken row was
+    assert np.isfinite(stage.forward(0, names, np.array([2, 4], np.int32), newest)).all()
+
+
+def test_a_lane_whose_computation_failed_is_closed(folder: Path) -> None:
+    stage = by_mlx(model(folder, "llama"), Span(start=1, end=2, layers=4))
+    hidden = np.ones((1, 3, 32), np.float32)
+    call([stage], [0], 0, hidden, lane=1)
+    stage.join(0, np.arange(2, dtype=np.int32), 1)
+    with pytest.raises(ChainError, match="lane 0 failed"):
+        call([stage], [0, 1], 3, np.full((2, 1, 32), None))  # what mlx has no arrays of
+    with pytest.raises(ChainError, match="rows must be 0"):
+        call([stage], [1], 3, hidden[:, :1])
+    stage.join(0, np.arange(2, dtype=np.int32), 1)
+    assert np.isfinite(call([stage], [0, 1], 3, hidden[[0, 0], :1])).all()
+
+
+def test_models_that_rotate_by_the_longest_row_join_at_one_position_only(folder: Path, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    path = changed(model(folder, "llama-tied"), tmp_path / "dynamic", rope_parameters=rope)
+    stages = chain(path, (0, 2, 4), [by_mlx, by_mlx])
+    assert not any(stage.ragged for stage in stages)
+    begin(stages, [1, 2, 3], [0, 1])
+    begin(stages, [4, 5, 6], [2])
+    with pytest.raises(ChainError, match="needs all at one"):
+        begin(stages, [1, 2], [3])
+    assert call(stages, [0, 1, 2], 3, np.array([[1], [2], [3]], np.int32)).shape == (3, 48)
+
+
+def test_positions_of_all_lanes_are_bounded(folder: Path) -> None:
+    stage = mlx_stage.load_stage(model(folder, "qwen3"), WHOLE, device="cpu", kv_positions=14)
+    begin([stage], [1, 2, 3], [0, 1])
+    call([stage], [0, 1], 3, np.array([[1], [2]], np.int32))
+    with pytest.raises(ChainError, match="18 KV positions of at most 14: wait until rows have left"):
+        begin([stage], [1, 2], [2, 3])
+    begin([stage], [1, 2], [2])
+    with pytest.raises(ChainError, match="15 KV positions of at most 14"):
+        call([stage], [0, 1, 2], [4, 4, 2], np.array([[1], [2], [3]], np.int32))
+    assert call([stage], [0, 2], [4, 2], np.array([[1], [3]], np.int32)).shape == (2, 48)
 
 
 def test_lanes_are_apart_bounded_and_freed(folder: Path) -> None:
@@ -331,6 +504,23 @@ def test_the_self_check_passes_what_agrees_and_tells_a_wrong_rotation(folder: Pa
     for span in (WHOLE, Span(start=1, end=2, layers=4), Span(start=3, end=4, layers=4)):
         with pytest.raises(ModelError, match="otherwise than torch"):
             check_parity(lambda _, alone: by_mlx(wrong, alone), by_torch, path, span)
+
+
+class Mistaken(MlxStage):
+    """Gives each row of unlike positions what its neighbour should have."""
+
+    def __init__(self, path: Path, span: Span) -> None:
+        vars(self).update(vars(by_mlx(path, span)))
+
+    def forward(self, lane, rows, positions, inputs):  # type: ignore[no-untyped-def]
+        outputs = super().forward(lane, rows, positions, inputs)
+        return outputs if np.ptp(positions) == 0 else outputs[[*range(1, len(rows)), 0]]
+
+
+def test_the_self_check_tells_rows_that_are_mixed_up(folder: Path) -> None:
+    path = model(folder, "llama-tied")
+    with pytest.raises(ModelError, match="otherwise than torch"):
+        check_parity(Mistaken, by_torch, path, WHOLE)
 
 
 def test_the_self_check_visits_each_kind_of_layer_of_the_span(folder: Path) -> None:

@@ -11,7 +11,9 @@ from echo_node.plans import device_of, links_of
 from echo_p2p.chain.balance import ALONE, ANOTHER_STOP, balance, rows_of
 from echo_p2p.chain.plan import MARGIN, plan, tokens_per_s
 from echo_p2p.chain.pricing import Device, Link, Links, Workload, costs_of
+from echo_p2p.chain.repair import Laid
 from echo_p2p.chain.search import best_chains, total_worth
+from echo_p2p.chain.standby import standbys
 from echo_p2p.chain.workload import cache_room, workload_of
 from echo_p2p.models import resolve_model
 from echo_protocols.peer import Capacity, Plan, RoleRecord, Way
@@ -255,9 +257,63 @@ def test_a_chain_stays_when_others_join() -> None:
     assert second.number == first.number + 1
 
 
-def test_a_peer_that_can_not_be_placed_changes_nothing() -> None:
+def test_a_peer_that_can_not_be_placed_stands_by_and_moves_nobody() -> None:
     first = plan({"a": holds(2), "b": holds(2)}, work(4))
-    assert plan({"a": holds(2), "b": holds(2), "c": holds(3)}, work(4), first) is first
+    second = plan({"a": holds(2), "b": holds(2), "c": holds(2)}, work(4), first)
+    assert (second.chains, second.number) == (first.chains, first.number + 1)
+    assert [stop.peer for stop in second.standby] == ["c"]
+    assert plan({"a": holds(2), "b": holds(2), "c": holds(2)}, work(4), second) is second
+
+
+def test_standbys_are_spread_over_the_spans_and_stay() -> None:
+    devices = {peer: holds(3) for peer in "abcef"} | {"d": holds(2)}
+    costs, chains = costs_of(devices, work(6), NEAR), [Laid((0, 1), (3, 3))]
+    found = standbys(costs, chains, [2, 3, 4, 5], {})
+    assert found.keys() == {2, 4, 5}  # d has no room
+    assert set(found.values()) == {(0, 3), (3, 6)}
+    assert standbys(costs, chains, [2, 3, 4, 5], found) == found
+    assert standbys(costs, chains, [2], found) == {2: found[2]}
+
+
+def test_a_standby_leaves_a_span_that_others_hold_for_one_that_nobody_does() -> None:
+    costs = costs_of({peer: holds(3) for peer in "abcd"}, work(6), NEAR)
+    chains = [Laid((0, 1), (3, 3))]
+    assert set(standbys(costs, chains, [2, 3], {2: (0, 3), 3: (0, 3)}).values()) == {(0, 3), (3, 6)}
+    assert standbys(costs, chains, [2], {2: (3, 6)}) == {2: (3, 6)}
+
+
+def test_the_span_whose_loss_costs_most_is_held_first() -> None:
+    devices = {"a": holds(3, 1.0), "b": holds(3, 1.0), "c": holds(4, 9.0), "d": holds(2, 9.0), "e": holds(4, 9.0)}
+    costs, chains = costs_of(devices, work(6), NEAR), [Laid((0, 1), (3, 3)), Laid((2, 3), (4, 2))]
+    assert standbys(costs, chains, [4], {}) == {4: (0, 4)}
+    shared = [Laid((0, 1), (3, 3)), Laid((2, 3), (3, 3))]  # both chains have a first half
+    assert standbys(costs_of(devices | {"d": holds(3, 9.0)}, work(6), NEAR), shared, [4], {})[4] in ((0, 3), (3, 6))
+
+
+def test_who_stands_by_takes_over_what_it_holds_even_if_another_is_faster() -> None:
+    devices = {"a": holds(2), "b": holds(2), "c": holds(2)}
+    first = plan(devices | {"s": holds(2)}, work(6))
+    (ready,) = first.standby
+    lost = next(stop.peer for stop in first.chains[0] if stop.span == ready.span)
+    left = {peer: device for peer, device in (devices | {"s": holds(2)}).items() if peer != lost}
+    second = plan(left | {"z": holds(2, 1.1)}, work(6), first)
+    assert [stop.peer for stop in second.chains[0] if stop.span == ready.span] == [ready.peer]
+    assert loaded(first, second) == 2
+    assert [stop.peer for stop in second.standby] == ["z"]
+
+
+def test_two_that_can_not_reach_each_other_are_parted_by_who_stands_by() -> None:
+    devices = {"a": holds(2), "b": holds(2), "c": holds(2)}
+    first = plan(devices, work(4))
+    (ready,) = first.standby
+    order = [stop.peer for stop in first.chains[0]]
+    second = plan(devices, work(4), first, Links({(order[0], order[1]): None, (order[1], order[0]): None}))
+    (stays,) = set(order) & {stop.peer for stop in second.chains[0]}
+    assert next(stop.span for stop in second.chains[0] if stop.peer == stays) == next(
+        stop.span for stop in first.chains[0] if stop.peer == stays
+    )
+    assert ready.peer in {stop.peer for stop in second.chains[0]}
+    assert second.chains[0][1 if stays == order[0] else 0].span == ready.span
 
 
 def test_somewhat_faster_peers_move_nobody() -> None:
@@ -362,7 +418,11 @@ def test_every_plan_fits_and_leaves_alone_what_it_can(before: Devices, after: De
     second = plan(after, work(layers), first)
     for made, devices in ((first, before), (second, after)):
         assert_fits(made, devices, work(layers))
-    assert (second.number == first.number) == (second.chains == first.chains)
+    unchanged = (second.chains, second.standby) == (first.chains, first.standby)
+    assert (second.number == first.number) == unchanged
+    for stop in second.standby:
+        assert len(stop.span) <= work(layers).room(after[stop.peer], first=False, last=False)
+        assert any(stop.span == other.span for chain in second.chains for other in chain)
     assert second.number - first.number in (0, 1)
     stays = all(
         stop.peer in after and after[stop.peer] == before[stop.peer] for chain in first.chains for stop in chain

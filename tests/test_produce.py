@@ -12,6 +12,8 @@ import trio
 import trio.testing
 
 from echo_node.produce import Counter, Head
+from echo_node.pulls import Pulls
+from echo_node.push import Pusher
 from echo_p2p.chain.group import GroupRequest
 from echo_p2p.config import NetworkConfig
 from echo_p2p.errors import EchoError, WeightsError
@@ -42,22 +44,19 @@ def presence_of(identity: Identity, network: MemoryNetwork) -> Presence:
     return Presence(identity, NetworkConfig(), node, node, border, sealer, swarm, record)  # type: ignore[arg-type]
 
 
-async def never(version: object) -> None:
-    await trio.sleep_forever()
-
-
 class LongWinded:
     """A chain that fills every answer, and never switches."""
 
     def __init__(self) -> None:
         self.version = VERSION
+        self.failed = trio.Event()
         self.engine = "test"
         self.asked = 0
 
     def groups_at_once(self, group_size: int) -> int:
         return 1
 
-    async def generate(self, request: GroupRequest) -> tuple[Sample, ...]:
+    async def generate(self, request: GroupRequest, on_token=None, so_far=None) -> tuple[Sample, ...]:
         self.asked += 1
         await trio.sleep(0.01)
         length = request.sampling.max_new_tokens
@@ -84,7 +83,10 @@ class Scene:
         self.driver = LongWinded()
         prompts = SimpleNamespace(ids=lambda index: (1, 2), stop_tokens=frozenset())
         counter = Counter(folder / "counter")
-        self.head = Head(self.worker, self.run, prompts, self.driver, counter, self.store)  # type: ignore[arg-type]
+        self.head = Head(self.worker, self.run, prompts, counter)  # type: ignore[arg-type]
+        self.pulls = Pulls(self.worker, self.run, self.head)
+        feed = SimpleNamespace(version=VERSION)
+        self.pusher = Pusher(self.worker, self.run, self.head, feed, self.store)  # type: ignore[arg-type]
 
     def pull(self, by: Presence, version: PolicyVersion = VERSION, run_id: bytes | None = None) -> bytes:
         request = PullRequest(version=version, slots=(Slot(step=4, slot=0), Slot(step=4, slot=1)))
@@ -104,9 +106,10 @@ class Scene:
 async def answering(folder: Path, *, tokens: int = 8) -> AsyncIterator[Scene]:
     scene = Scene(folder, tokens=tokens, protocol="sequential")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(scene.head.answer_pulls)
+        nursery.start_soon(scene.pulls.run)
         await trio.testing.wait_all_tasks_blocked()
-        yield scene
+        with scene.head.using(scene.driver):  # type: ignore[arg-type]
+            yield scene
         nursery.cancel_scope.cancel()
 
 
@@ -117,13 +120,11 @@ def test_a_group_too_large_for_gossip_is_named_by_hash_and_lost_only_if_nothing_
     async def main() -> None:
         scene = Scene(tmp_path, tokens=4000, protocol="async")
         scene.store.max_bytes = store_bytes
-        feed = SimpleNamespace(version=VERSION)
-        replica = SimpleNamespace(newer_than=never)
         async with trio.open_nursery() as nursery:
             await nursery.start(serve_blobs, scene.worker.hive, scene.store.get)
             async with scene.trainer.gossip.subscribe(names.large_rollout_topic("s")) as messages:
-                nursery.start_soon(scene.head.push_for_ever, feed, replica, lambda stalled: None)
-                with trio.fail_after(5):
+                nursery.start_soon(scene.pusher.run)
+                with trio.fail_after(5), scene.head.using(scene.driver):  # type: ignore[arg-type]
                     if store_bytes == 10:
                         while scene.driver.asked < 3:  # noqa: ASYNC110  goes on making groups
                             await trio.sleep(0.01)
@@ -193,7 +194,7 @@ def test_callers_that_say_nothing_too_much_or_leave_are_dropped_quietly(
             await trio.sleep(1.0)
             assert all(reply.group for reply in await scene.ask(scene.trainer, scene.pull(scene.trainer)))
 
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.02))
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.2))
     assert "Traceback" not in caplog.text
 
 
@@ -214,11 +215,11 @@ def test_a_caller_that_takes_no_answer_does_not_hold_the_chain_for_ever(tmp_path
     async def main() -> None:
         stuck: Stream = Stuck()
         started = trio.current_time()
-        with trio.fail_after(600):
-            await scene.head._on_pull(stuck)
+        with trio.fail_after(600), scene.head.using(scene.driver):  # type: ignore[arg-type]
+            await scene.pulls._on_pull(stuck)
         assert trio.current_time() - started < 120
 
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.02))
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.2))
 
 
 def test_a_counter_goes_on_over_restarts_and_says_when_it_can_not(tmp_path: Path) -> None:

@@ -43,6 +43,18 @@ def test_sequential_is_the_co_located_run_bit_for_bit(tmp_path: Path) -> None:
     assert baseline.summary.orphans == whole.summary.orphans == chain.summary.orphans == 0
 
 
+def test_dynamic_sampling_looks_at_the_same_groups_in_a_swarm_as_co_located(tmp_path: Path) -> None:
+    shared = {"protocol": "sequential", "steps": 4, "seed": 3, "settings": ("run.algorithm.name=dapo",)}
+    baseline = demo(tmp_path / "co-located", co_located=True, **shared)
+    whole = demo(tmp_path / "whole", peers="whole", **shared)
+    assert baseline.summary.steps == whole.summary.steps == 4
+    assert whole.summary.policy_hash == baseline.summary.policy_hash
+    here, there = (steps_of(tmp_path / folder) for folder in ("co-located/co-located", "whole/trainer"))
+    assert [record.passed_over for record in here] == [record.passed_over for record in there]
+    assert sum(record.passed_over for record in here) > 0
+    assert {len(record.groups) for record in here} == {8}
+
+
 def test_no_rollout_beyond_the_bound_is_trained_on_with_a_slow_peer(tmp_path: Path) -> None:
     played = demo(tmp_path, protocol="async", steps=40, seed=2, slow=0.05, settings=("run.max_lag=2",))
 

@@ -1,5 +1,6 @@
 """A chain of torch stages computes the whole model's bits, for every family, and its weights change in place."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from echo_p2p.chain.shape import layers_that_fit, model_shape, span_bytes, tensor_entries
+from echo_p2p.chain.shape import model_shape, span_bytes
 from echo_p2p.chain.stage import TensorUpdate
 from echo_p2p.chain.torch_cache import folded_attention
 from echo_p2p.chain.torch_stage import TorchStage, load_stage
 from echo_p2p.errors import ChainError, ModelError, WeightsError
+from echo_p2p.models.layout import LAYOUT, encode_layout, tensor_entries, tensor_shapes
 from echo_protocols.values import Span
 
 SIZES = {
@@ -470,11 +472,42 @@ def test_the_shape_is_read_without_loading(folder: Path, family: str, tied: bool
     assert span_bytes(path, Span(start=0, end=4, layers=4)) == 2 * shape.size_bytes
 
 
-def test_layers_that_fit_leave_room_for_the_dearer_end(folder: Path) -> None:
-    path = model(folder, "llama")
-    everything = 2 * model_shape(path).size_bytes
-    assert layers_that_fit(path, 2 * everything) == 4
-    assert layers_that_fit(path, everything) == 2
-    assert layers_that_fit(path, 1000) == 0
-    last = span_bytes(path, Span(start=1, end=4, layers=4))
-    assert layers_that_fit(path, int(last / 0.7) + 2) == 3
+def without_weights(path: Path, folder: Path) -> Path:
+    """What a peer has of a model whose weights come with the releases."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((path / "config.json").read_bytes())
+    (folder / LAYOUT).write_bytes(encode_layout(tensor_shapes(path)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "llama-tied", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
+)
+def test_a_stage_that_is_filled_later_is_the_one_that_was_loaded(folder: Path, tmp_path: Path, family: str) -> None:
+    path = model(folder, family)
+    bare = without_weights(path, tmp_path / "bare")
+    for a, b in ((0, 2), (2, 4)):
+        span = Span(start=a, end=b, layers=4)
+        loaded, empty = load_stage(path, span, device="cpu"), load_stage(bare, span, device="cpu", weights=False)
+        assert not any(bits.any() for bits in empty.tensors().values())
+        assert {name: bits.shape for name, bits in empty.tensors().items()} == {
+            name: bits.shape for name, bits in loaded.tensors().items()
+        }
+        empty.apply({name: TensorUpdate(None, bits) for name, bits in loaded.tensors().items()})
+        tokens = np.array([[3, 7, 11]], np.int32)
+        inputs = tokens if span.first else np.full((1, 3, 32), 0.25, np.float32)
+        assert np.array_equal(call([loaded], [0], 0, inputs), call([empty], [0], 0, inputs))
+
+
+def test_no_more_is_allocated_than_the_layout_says(folder: Path, tmp_path: Path) -> None:
+    bare = without_weights(model(folder, "llama"), tmp_path / "bare")
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(config | {"intermediate_size": 2**36}))
+    with pytest.raises(ModelError, match="larger tensors than its layout"):
+        load_stage(bare, Span(start=0, end=2, layers=4), device="cpu", weights=False)
+    (bare / LAYOUT).write_text("{}")
+    with pytest.raises(ModelError):
+        load_stage(bare, Span(start=0, end=2, layers=4), device="cpu", weights=False)
+    (bare / LAYOUT).write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="can't be read"):
+        load_stage(bare, Span(start=0, end=2, layers=4), device="cpu", weights=False)

@@ -56,6 +56,14 @@ def test_run():
     assert run.sampling.hash().hex() == vector["sampling_hash"]
 
 
+def test_a_run_that_gives_the_files_of_its_model():
+    vector = load("run")["with_files"]
+    run = msgspec.msgpack.decode(bytes.fromhex(vector["encoded"]), type=RunManifest)
+    assert MAKE["plain"](run) == vector["manifest"]
+    assert canonical(run).hex() == vector["encoded"]
+    assert run.run_id().hex() == vector["run_id"]
+
+
 def test_uniform():
     vector = load("uniform")
     seed = bytes.fromhex(vector["randomness"])

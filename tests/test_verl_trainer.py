@@ -15,7 +15,7 @@ from echo_p2p.errors import TrainerError, UnknownName
 from echo_p2p.rl.trainer import Trainer, TrainingRow
 from echo_p2p.rl.verl_cpu import prepare_verl
 from echo_p2p.rl.verl_trainer import VerlTrainer
-from echo_protocols.run import Algorithm
+from echo_protocols.run import Algorithm, Sampling
 
 VOCABULARY, GROUP = 40, 4
 FIGURES = {
@@ -142,7 +142,7 @@ def test_rows_sampled_from_the_policy_show_no_drift(model: Path, temperature: fl
             )
             for row in make_rows()
         )  # fmt: skip
-    figures = make_trainer(model, temperature=temperature).step(rows).figures
+    figures = make_trainer(model, sampling=Sampling(temperature=temperature)).step(rows).figures
     assert figures["logprob_gap_max"] < 1e-4
     assert figures["k3_kl"] < 1e-8
     assert figures["ess"] == pytest.approx(1.0, abs=1e-6)

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo_p2p.chain.answerer import GroupBounds
 from echo_p2p.chain.driver import open_chain
-from echo_p2p.chain.group import GroupRequest
+from echo_p2p.chain.group import AnswerSoFar, GroupRequest, SoFar
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.ring import Ring
 from echo_p2p.chain.sampler import audit, draw
@@ -337,6 +337,19 @@ def test_a_group_that_is_given_up_leaves_its_room_to_others(llama: Path) -> None
         assert [sample.tokens for sample in alone] == [
             sample.tokens for sample in (await by_torch(llama, [request(2)]))[0]
         ]
+
+    trio.run(main)
+
+
+def test_a_group_that_was_begun_elsewhere_goes_on_as_if_nothing_had_happened(llama: Path) -> None:
+    async def main() -> None:
+        async with engine(llama) as answerer:
+            whole = await answerer.generate(REQUESTS[3])
+            begun = tuple(AnswerSoFar(each.tokens, each.logprobs, each.segments).cut(5) for each in whole)
+            again = await answerer.generate(REQUESTS[3], None, SoFar(begun))
+        for a, b in zip(whole, again, strict=True):
+            assert a.tokens == b.tokens
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
     trio.run(main)
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echo_node.board import Board
 from echo_node.logs import Journal
 from echo_node.produce import Counter
-from echo_node.serve import Assignment, Service
+from echo_node.serve import Service
 from echo_p2p.chain.sampler import audit
 from echo_p2p.chain.torch_stage import load_stage
 from echo_p2p.config import InferenceConfig, NetworkConfig, NodeConfig
@@ -30,7 +30,7 @@ from echo_p2p.weights.publish import Publisher
 from echo_p2p.weights.store import Store
 from echo_protocols import names
 from echo_protocols.envelope import PULL, ROLLOUT, Border, Opened, Sealer
-from echo_protocols.peer import RoleRecord, Stop
+from echo_protocols.peer import Plan, RoleRecord, Stop
 from echo_protocols.release import Chunk, Release
 from echo_protocols.rollout import RolloutGroup, Slot, group_fault
 from echo_protocols.run import RunManifest, Sampling
@@ -125,13 +125,29 @@ class Scene:
             inference=InferenceConfig(engine="vllm", device="cpu", memory_share=0.1, store_bytes=1 << 30)
         )
         board = Board(config, self.worker, Journal())
-        self.service = Service(board, self.run, prompts, self.feed, store, Counter(folder / "counter"))  # type: ignore[arg-type]
+        files = SimpleNamespace(folder=self.model, bring_weights=lambda span, report: "folder")
+        counter = Counter(folder / "counter")
+        self.service = Service(board, self.run, files, prompts, self.feed, store, counter)  # type: ignore[arg-type]
         self.desk = board.desk
 
     async def serve(self) -> None:
-        """Until cancelled."""
-        chain = (Stop(peer=WORKER.peer_id, span=WHOLE),)
-        await self.service.serve(Assignment(chain, WHOLE))
+        """Hold the model, standing by at first, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.service.run)
+            await self.service.serve(WHOLE)
+
+    async def standing_by(self) -> None:
+        """Return once the peer is ready, and has no chain."""
+        while self.service.view().activity != "standing by":  # noqa: ASYNC110  a view has no event
+            await trio.sleep(0.1)
+        assert self.desk.voice is None
+
+    def plan(self, number: int, *, standby: bool = False) -> None:
+        """Have the peer serve alone, or stand by."""
+        stop = (Stop(peer=WORKER.peer_id, span=WHOLE),)
+        chains, waiting = ((), stop) if standby else ((stop,), ())
+        self.worker.swarm.plan = Plan(number=number, layers=2, chains=chains, standby=waiting)
+        self.worker.swarm.wake()
 
     def opened(self, data: bytes) -> RolloutGroup:
         """A group as a trainer takes it, audited against the weights of its version."""
@@ -172,7 +188,10 @@ def test_asynchronously_it_publishes_groups_of_each_release(tmp_path: Path) -> N
                 scene.trainer.gossip.subscribe(names.rollout_topic("s")) as messages,
                 trio.open_nursery() as nursery,
             ):
+                scene.plan(1, standby=True)
                 nursery.start_soon(scene.serve)
+                await scene.standing_by()
+                scene.plan(2)
                 for version in (V0, V1):
                     if version == V1:
                         scene.feed.change()
@@ -187,6 +206,8 @@ def test_asynchronously_it_publishes_groups_of_each_release(tmp_path: Path) -> N
                 assert (view.activity, view.version, view.switches) == ("generating", "0.1", 1)
                 assert view.tokens > 0
                 assert scene.desk.voice is not None
+                scene.plan(3, standby=True)
+                await scene.standing_by()
                 nursery.cancel_scope.cancel()
         assert scene.desk.voice is None
         assert not psutil.Process().children()
@@ -199,6 +220,7 @@ def test_sequentially_it_answers_every_slot_at_the_version_that_is_asked(tmp_pat
         scene = Scene(tmp_path, "sequential")
         with trio.fail_after(300):
             async with trio.open_nursery() as nursery:
+                scene.plan(1)
                 nursery.start_soon(scene.serve)
                 while scene.desk.voice is None:  # noqa: ASYNC110  a desk has no event
                     await trio.sleep(0.1)

@@ -39,6 +39,10 @@ class MergedAdapter:
 
     Costs nothing in a step, and a bf16 copy of the base's adapted matrices. A matrix is computed anew from the base
     when its A or B changes, in float32, so that nothing adds up; with B = 0 it is the base bit for bit.
+
+    Of an adapter's policy the base, A and B are bf16, and not their sum: a trainer and a `SeparateAdapter` compute it
+    unrounded, and much of what an adapter adds is less than a bf16 unit of the base. So float32 matrices keep the sum
+    as it is; bfloat16 ones lose what they can't hold: keep the adapter beside the base where that matters.
     """
 
     def __init__(self, base: TorchWeights, spec: AdapterSpec) -> None:

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import trio
 
-from echo_p2p.chain.group import GroupRequest
-from echo_p2p.errors import ChainError
+from echo_p2p.chain.group import GroupRequest, SoFar
+from echo_p2p.chain.link import ChainBroken
 from echo_protocols.rollout import Sample
 from echo_protocols.values import PolicyVersion
 
@@ -54,7 +54,7 @@ class Answerer(Protocol):
         """Set as soon as it has failed or is closed; then another one has to be opened."""
 
     @property
-    def fault(self) -> ChainError | None:
+    def fault(self) -> ChainBroken | None:
         """Why, once it has."""
 
     @property
@@ -68,8 +68,14 @@ class Answerer(Protocol):
     def groups_at_once(self, group_size: int) -> int:
         """How many groups to ask for at a time, so that it never waits for the next."""
 
-    async def generate(self, request: GroupRequest, on_token: OnToken | None = None) -> tuple[Sample, ...]:
-        """Answer one prompt; waits while there is no room. Never a part of a group. Raises ChainError."""
+    async def generate(
+        self, request: GroupRequest, on_token: OnToken | None = None, so_far: SoFar | None = None
+    ) -> tuple[Sample, ...]:
+        """Answer one prompt; waits while there is no room. Never a part of a group.
+
+        Raises GroupBroken when it fails, with what another one can go on with, given here as `so_far`. Raises
+        ChainError for what it can't serve.
+        """
 
     async def switch(self, version: PolicyVersion, timeout_s: float) -> None:
         """Have all later tokens drawn by `version`. Raises WeightsError if it can't be had in time, ChainError."""

@@ -80,16 +80,36 @@ def engines_to_try(engine: Engine, device: Device, machine: Machine) -> tuple[En
 
 
 def load_engine(
-    engine: Engine, model_path: Path, span: Span, *, device: Device = "auto", machine: Machine | None = None
+    engine: Engine,
+    model_path: Path,
+    span: Span,
+    *,
+    device: Device = "auto",
+    weights: bool = True,
+    machine: Machine | None = None,
 ) -> Stage:
-    """Load a span with the first engine that computes this model rightly. Raises ConfigError, ModelError."""
+    """Load a span with the first engine that computes this model rightly. Raises ConfigError, ModelError.
+
+    Without `weights` they are zero until they are applied, and the folder needs none.
+    """
     names = engines_to_try(engine, device, machine or this_machine())
+    if not weights:
+        return _load_empty(names, model_path, span, device)
     for name in names[:-1]:
         try:
             return _LOADERS[name](model_path, span, device)
         except ModelError as error:
             log.warning("%s; taking %s instead", error, names[-1])
     return _LOADERS[names[-1]](model_path, span, device)
+
+
+def _load_empty(names: tuple[Engine, ...], model_path: Path, span: Span, device: Device) -> Stage:
+    from echo_p2p.chain.torch_stage import load_stage
+
+    if "torch" not in names:
+        cure = "name a folder that has them with inference.model, or choose --engine torch"
+        raise ModelError(f"--engine {names[0]} proves itself on the model's own weights, and they are not here: {cure}")
+    return load_stage(model_path, span, device=device, weights=False)
 
 
 def _load_torch(model_path: Path, span: Span, device: Device) -> Stage:

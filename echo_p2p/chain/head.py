@@ -6,6 +6,7 @@ In a ring of one there is nobody to talk to: sends vanish, and nothing is waited
 import secrets
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
+from itertools import count
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -13,14 +14,21 @@ import trio
 
 from echo_p2p.chain.group import Drawn
 from echo_p2p.chain.link import CLOSED, ChainBroken, ChainLimits, Link, broken
+from echo_p2p.chain.pace import Pace, Rounds
 from echo_p2p.chain.ring import Ring, close_ring, engine_of
 from echo_p2p.chain.server import ChainServer
 from echo_p2p.chain.wire import from_tokens
 from echo_p2p.errors import WeightsError
-from echo_protocols.hop import CHAIN_ID_BYTES, Beat, Failure, Frame, Prepare, Tokens
+from echo_protocols.hop import CHAIN_ID_BYTES, Beat, Failure, Forward, Frame, Join, Prepare, Switch, Tokens
 from echo_protocols.values import PolicyVersion
 
 T = TypeVar("T")
+
+_TIMES_USUAL = 8.0
+"""What a round is given before the ring counts as silent."""
+
+_BEATS = -1
+"""Where lanes have their number."""
 
 
 class RingHead:
@@ -33,6 +41,7 @@ class RingHead:
         self.engine: str | None = None
         self.room = limits.room
         self.ragged = True
+        self.vocabulary = ring.vocabulary
         self._ring = ring
         self._server = server
         self._limits = limits
@@ -44,22 +53,47 @@ class RingHead:
         self._scopes: set[trio.CancelScope] = set()
         self._lanes: dict[int, trio.MemorySendChannel[Drawn]] = {}
         self._preparing: dict[PolicyVersion, trio.MemorySendChannel[Prepare]] = {}
-        self._beaten = trio.Event()
-        # A stage that stalls is reported by itself after one hop's deadline; this one is for peers that fall silent.
-        self._round_timeout_s = limits.hop_timeout_s * len(ring.route)
+        # A stage that stalls is reported by itself, and has less time for that; this is for peers that fall silent.
+        pace = Pace(1.5 * limits.patience_s, limits.hop_timeout_s * len(ring.route), _TIMES_USUAL)
+        self._rounds = Rounds[tuple[int, int]](pace)
+        self._patience = trio.CancelScope()
 
     @property
     def last(self) -> str:
         """The peer that tokens come from."""
         return self._ring.route[-1].peer
 
+    @property
+    def told_by(self) -> str | None:
+        """The neighbour that told of the failure; None if it was found here."""
+        return self._link.told_by if self._link else None
+
     def send(self, frame: Frame) -> None:
         """Queue a frame for the second stop; a full queue is a failure of the ring."""
         if self._link is not None:
+            self._note(frame)
             try:
                 self._link.send(frame)
             except ChainBroken as error:
                 self.fail(error.failure)
+
+    def _note(self, frame: Frame) -> None:
+        """What comes around is waited for from now on."""
+        now = trio.current_time()
+        match frame:
+            case Forward(lane=lane, step=step, rows=rows, length=length):
+                self._rounds.sent((lane, step), len(rows) // 4 * length, now)
+            case Join(lane=lane, step=step, rows=samples):
+                self._rounds.sent((lane, step), len(samples), now)
+            case Beat(number=number):
+                self._rounds.sent((_BEATS, number), 0, now)
+            case Switch():
+                self._rounds.switched()
+        self._patience.deadline = self._rounds.deadline
+
+    def _came(self, lane: int, step: int) -> None:
+        self._rounds.came((lane, step), trio.current_time())
+        self._patience.deadline = self._rounds.deadline
 
     def fail(self, failure: Failure) -> None:
         """End the ring; the first reason stays."""
@@ -98,14 +132,6 @@ class RingHead:
         finally:
             del self._lanes[lane]
 
-    async def next_tokens(self, tokens: trio.MemoryReceiveChannel[Drawn]) -> Drawn:
-        """What a lane's last step has drawn. Raises ChainBroken when it takes too long."""
-        try:
-            with trio.fail_after(self._round_timeout_s):
-                return await tokens.receive()
-        except trio.TooSlowError:
-            raise broken("silent", f"no tokens came around in {self._round_timeout_s:g} s") from None
-
     @contextmanager
     def preparing(self, version: PolicyVersion) -> Iterator[trio.MemoryReceiveChannel[Prepare]]:
         """Where the prepare of `version` comes back to."""
@@ -135,6 +161,7 @@ class RingHead:
         self._nursery = await self._stack.enter_async_context(trio.open_nursery())
         self._nursery.start_soon(self._run, self._link)
         self._nursery.start_soon(self._beat)
+        self._nursery.start_soon(self._watch)
         return self
 
     async def __aexit__(
@@ -153,27 +180,28 @@ class RingHead:
         self.fail(await link.run(self._on_frame))
 
     async def _beat(self) -> None:
-        number = 0
-        while True:
+        for number in count(1):
             await trio.sleep(self._limits.beat_s)
-            self._beaten, number = trio.Event(), number + 1
             self.send(Beat(number=number))
-            with trio.move_on_after(self._round_timeout_s) as scope:
-                await self._beaten.wait()
-            if scope.cancelled_caught:
-                text = f"a beat did not come around in {self._round_timeout_s:g} s"
-                self.fail(Failure(reason="silent", text=text))
+
+    async def _watch(self) -> None:
+        with self._patience:
+            await trio.sleep_forever()
+        others = [stop.peer for stop in self._ring.route[1:]]
+        text = "nothing came around in the time that usually is more than enough"
+        self.fail(Failure(reason="silent", text=text, peer=others[0] if len(others) == 1 else None))
 
     async def _on_frame(self, frame: Frame) -> None:
         match frame:
             case Tokens():
+                self._came(frame.lane, frame.step)
                 if (lane := self._lanes.get(frame.lane)) is not None:  # else its caller was cancelled meanwhile
                     self._hand_over(lane, from_tokens(frame))
             case Prepare():
                 if (waiting := self._preparing.get(frame.version)) is not None:
                     self._hand_over(waiting, frame)
             case Beat():
-                self._beaten.set()
+                self._came(_BEATS, frame.number)
             case _:
                 raise broken("bad-frame", f"a {type(frame).__name__} frame came back to the head", self.last)
 

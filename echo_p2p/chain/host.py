@@ -4,18 +4,21 @@ Forward steps and weight switches are computed one at a time, in worker threads,
 """
 
 import logging
+import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import trio
 
 from echo_p2p.chain.group import Floats, Integers
-from echo_p2p.chain.link import ChainBroken, ChainLimits, broken
+from echo_p2p.chain.link import GARBAGE, ChainBroken, ChainLimits, broken
+from echo_p2p.chain.pace import Pace
 from echo_p2p.chain.stage import Stage, Weights
 from echo_p2p.chain.turns import Turn, Turns
+from echo_p2p.chain.verdict import Remembered, tolerance_of
 from echo_p2p.errors import EchoError, NetError, WeightsError
 from echo_protocols.values import PolicyVersion
 
@@ -24,6 +27,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REASONS_MAX = 64
+
+_TIMES_USUAL = 6.0
+"""What a step is given before the stage counts as stalled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,18 @@ class HostStatistics:
     switches: int
     busy_s: float
     refused: Mapping[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """Work in its thread or next to it; its time runs from when nothing before it runs."""
+
+    timeout_s: float
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    def begin(self) -> None:
+        if self.scope.deadline == math.inf:
+            self.scope.deadline = trio.current_time() + self.timeout_s
 
 
 class StageHost:
@@ -54,6 +72,7 @@ class StageHost:
         self.peer = peer
         self.stage = stage
         self.version = version
+        self.width: int | None = None  # of the states that it reads, once it has read some
         self.limits = limits or ChainLimits()
         self.turns = Turns()
         self.refused: Counter[str] = Counter()
@@ -64,6 +83,12 @@ class StageHost:
         self._discarded: list[int] = []
         self._steps = self._rows = self._switches = 0
         self._busy_s = 0.0
+        self.canaries = Remembered(tolerance_of(stage.engine))
+        """What the stage made of canaries; one that was loaded anew may be given what it made before."""
+        self.corrupt = False
+        self._pace = Pace(self.limits.patience_s, self.limits.hop_timeout_s, _TIMES_USUAL)
+        self._works: deque[_Work] = deque()
+        self._running_since: float | None = None
 
     def count_refusal(self, reason: str) -> None:
         """Count a fault by its reason; reasons may come from other peers, so at most 64 are told apart."""
@@ -83,6 +108,15 @@ class StageHost:
             refused=dict(self.refused),
         )
 
+    @property
+    def running_s(self) -> float:
+        """How long the stage has been at what it computes now, also if nobody waits for it any more; 0 when it rests.
+
+        May be asked from any thread.
+        """
+        since = self._running_since
+        return 0.0 if since is None else time.perf_counter() - since
+
     def begin(self) -> int:
         """The number of a new lane of the stage. Raises ChainBroken when that is one too many."""
         if len(self._lanes) >= self.limits.lanes:
@@ -100,7 +134,7 @@ class StageHost:
         """Free discarded lanes now, or with the next step if the stage is stuck."""
         try:
             with await self.turns.begin() as turn:
-                await self._in_thread(turn, self._close_discarded)
+                await self._in_thread(turn, self._close_discarded, self._pace.bound_s(1))
         except ChainBroken as error:
             logger.warning("the lanes of a chain could not be freed yet: %s", error)
 
@@ -117,8 +151,9 @@ class StageHost:
 
         Raises ChainBroken when the engine fails or exceeds the hop's deadline.
         """
+        length = inputs.shape[1]
         return await self._step(
-            turn, lane, len(rows), lambda: finish(self.stage.forward(lane, rows, positions, inputs))
+            turn, lane, len(rows), length, lambda: finish(self.stage.forward(lane, rows, positions, inputs))
         )
 
     async def join(self, turn: Turn, lane: int, rows: Integers, source: int, finish: Callable[[], T]) -> T:
@@ -128,20 +163,35 @@ class StageHost:
             self.stage.join(lane, rows, source)
             return finish()
 
-        return await self._step(turn, lane, len(rows), work)
+        return await self._step(turn, lane, len(rows), 1, work)
 
-    async def _step(self, turn: Turn, lane: int, rows: int, compute: Callable[[], T]) -> T:
+    def check_canary(self, read: bytes, outputs: Floats) -> None:
+        """Compare what came of a canary with what came before of what was `read` alike; in the stage's thread.
+
+        Raises ChainBroken; then the stage is `corrupt`, and serves no chain any more.
+        """
+        if (fault := self.canaries.fault(read, outputs)) is not None:
+            self.corrupt = True
+            raise broken(GARBAGE, fault, self.peer)
+
+    async def _step(self, turn: Turn, lane: int, rows: int, length: int, compute: Callable[[], T]) -> T:
+        taken_s = 0.0
+
         def work() -> T:
+            nonlocal taken_s
             self._close_discarded(but=lane)
             started = time.perf_counter()
             try:
                 return compute()
             finally:
-                self._busy_s += time.perf_counter() - started
+                taken_s = time.perf_counter() - started
+                self._busy_s += taken_s
                 self._steps += 1
                 self._rows += rows
 
-        return await self._in_thread(turn, work)
+        result = await self._in_thread(turn, work, self._pace.bound_s(rows * length))
+        self._pace.learn(rows * length, taken_s)
+        return result
 
     async def prepare(self, version: PolicyVersion, timeout_s: float) -> None:
         """Stage a version while steps go on. Raises WeightsError."""
@@ -164,9 +214,10 @@ class StageHost:
             if version != self.version:
                 self._weights.switch(version, self.stage)
                 self.version = version
+                self.canaries.forget()
                 self._switches += 1
 
-        await self._in_thread(turn, work)
+        await self._in_thread(turn, work, self.limits.hop_timeout_s)
 
     def _close_discarded(self, but: int | None = None) -> None:
         """`but` is the lane of a step that was cancelled before its thread came this far: it is closed after it."""
@@ -175,15 +226,29 @@ class StageHost:
             self._discarded.remove(number)
             self.stage.close(number)
 
-    async def _in_thread(self, turn: Turn, work: Callable[[], T]) -> T:
-        timeout_s = self.limits.hop_timeout_s
+    async def _in_thread(self, turn: Turn, compute: Callable[[], T], timeout_s: float) -> T:
+        def work() -> T:
+            self._running_since = time.perf_counter()
+            try:
+                return compute()
+            finally:
+                self._running_since = None
+
+        own = _Work(timeout_s)
+        self._works.append(own)
+        self._works[0].begin()
         try:
-            with trio.fail_after(timeout_s):
+            with own.scope:
                 return await turn.run(work)
-        except trio.TooSlowError:
-            raise broken("stalled", f"the stage did not finish in {timeout_s:g} s", self.peer) from None
+            raise broken("stalled", f"the stage did not finish in {timeout_s:.3g} s", self.peer)
+        except ChainBroken:
+            raise
         except EchoError as error:
             raise broken("engine", str(error), self.peer) from error
         except Exception as error:  # whatever an engine raises is a fault of this chain, not of the node
             logger.exception("the stage of %s failed", self.peer)
             raise broken("engine", f"{type(error).__name__}: {error}", self.peer) from error
+        finally:
+            self._works.remove(own)
+            if self._works:
+                self._works[0].begin()

@@ -4,7 +4,8 @@ Bounded: `most` lanes of `longest` positions, and `kv_positions` in all, each la
 row, since that is what a cache of one lane holds. A lane lives until it is closed; what would pass a bound is refused.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -141,9 +142,43 @@ class Lanes(Generic[Cache]):
         self._lanes[number] = lane
         return lane, shared
 
+    def compute(
+        self,
+        number: int,
+        rows: Integers,
+        positions: Integers,
+        inputs: NDArray[Any],  # (rows, length, …)
+        work: Callable[[Entered[Cache], NDArray[Any]], NDArray[np.float32]],
+    ) -> NDArray[np.float32]:
+        """A call of a stage: what `work` makes of the inputs, which it gets and gives back in the cache's order.
+
+        Raises ChainError; a lane whose computation failed is closed.
+        """
+        entered = self.enter(number, rows, positions, inputs.shape[1])
+        with self._closing(number):
+            outputs = work(entered, entered.in_cache_order(inputs))
+        entered.lane.lengths += inputs.shape[1]
+        return entered.in_call_order(outputs)
+
+    def share(
+        self, number: int, rows: Integers, source: int, copy: Callable[[Lane[Cache], Lane[Cache], int], None]
+    ) -> None:
+        """A join of a stage: `copy(lane, shared, count)` copies the KV to the last `count` rows. Raises likewise."""
+        lane, shared = self.join(number, rows, source)
+        with self._closing(number):
+            copy(lane, shared, len(rows))
+
     def close(self, number: int) -> None:
         """Forget a lane; unknown ones are no error."""
         self._lanes.pop(number, None)
+
+    @contextmanager
+    def _closing(self, number: int) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # of the vendor
+            self.close(number)
+            raise ChainError(f"lane {number} failed here ({error}): replay it elsewhere") from error
 
     def _new(self, number: int) -> Lane[Cache]:
         if len(self._lanes) >= self._most:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import trio
 
+from echo_p2p.chain.group import SoFar
 from echo_p2p.errors import ChainError, NetError
 from echo_p2p.net.base import Stream
 from echo_protocols.hop import BadFrame, Failure, Frame, decode, encode
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 CLOSED = "closed"
 """Reason of a chain that its head ended on purpose."""
+
+GARBAGE = "garbage"
+"""Reason of a chain with a stage that computes what can't be right."""
 
 _FAREWELL_S = 1.0
 
@@ -33,11 +37,20 @@ class ChainBroken(ChainError):
         self.failure = failure
 
 
+class GroupBroken(ChainBroken):
+    """A chain ended with a group under way; `so_far` is what another ring can go on with."""
+
+    def __init__(self, failure: Failure, so_far: SoFar) -> None:
+        super().__init__(failure)
+        self.so_far = so_far
+
+
 @dataclass(frozen=True, slots=True)
 class ChainLimits:
     """Bounds of what a peer holds for a chain, and how long it waits for its neighbours.
 
-    `rows` of a lane, `positions` of a row; `room` is of all positions of all rows together.
+    `rows` of a lane, `positions` of a row; `room` is of all positions of all rows together. A stage has `hop_timeout_s`
+    for a step, a ring that for each stop; once the usual times are known, some times these, and at least `patience_s`.
     """
 
     lanes: int = 64
@@ -46,6 +59,7 @@ class ChainLimits:
     room: int = 2**20
     open_timeout_s: float = 15.0
     hop_timeout_s: float = 30.0
+    patience_s: float = 2.5
     beat_s: float = 10.0
     idle_timeout_s: float = 60.0
 
@@ -116,6 +130,9 @@ class Link:
 
     def __init__(self, chain: bytes, upstream: Stream, downstream: Stream, limits: ChainLimits) -> None:
         self.chain = chain
+        self.predecessor = upstream.peer
+        self.told_by: str | None = None
+        """Whose failure frame ended the link; None for a fault that was found here."""
         self._upstream = upstream
         self._downstream = downstream
         self._limits = limits
@@ -164,7 +181,7 @@ class Link:
                 _, frame = await _receive(self._upstream, self.chain)
                 scope.deadline = math.inf
                 if isinstance(frame, Failure):
-                    raise ChainBroken(frame)
+                    raise self._told(frame, self._upstream)
                 try:
                     self._inbox.send_nowait(frame)
                 except trio.WouldBlock:
@@ -195,4 +212,9 @@ class Link:
         _, frame = await receive_frame(self._downstream, self.chain, float("inf"))
         if not isinstance(frame, Failure):
             raise broken("bad-frame", "a frame came against the ring", self._downstream.peer)
-        raise ChainBroken(frame)
+        raise self._told(frame, self._downstream)
+
+    def _told(self, failure: Failure, stream: Stream) -> ChainBroken:
+        if self._failure is None:
+            self.told_by = stream.peer
+        return ChainBroken(failure)

@@ -5,14 +5,14 @@ layers that it served or takes; everything is laid out anew only where that make
 no network.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from echo_p2p.chain.balance import balance, rows_of
 from echo_p2p.chain.pricing import Costs, Device, Links, Workload, costs_of
-from echo_p2p.chain.repair import Laid, fits, joined, laid_worths, repaired
+from echo_p2p.chain.repair import Edges, Laid, edges_of, fits, joined, laid_worths, repaired
 from echo_p2p.chain.search import LOOKS, best_chains
+from echo_p2p.chain.standby import standbys
 from echo_protocols.peer import Plan, Stop
 from echo_protocols.values import Span
 
@@ -26,14 +26,21 @@ _ANYWHERE = Links()
 
 
 def plan(devices: Mapping[str, Device], work: Workload, previous: Plan | None = None, links: Links = _ANYWHERE) -> Plan:
-    """Chains over `devices` that each cover the layers of `work`; `number` grows only if the chains change."""
+    """Chains over `devices` that each cover the layers of `work`, and what the others hold ready.
+
+    `number` grows only if something changes.
+    """
     costs = costs_of(devices, work, links)
     before = previous if previous is not None and previous.layers == work.layers else None
-    chains = _stops(costs, _chosen(costs, before))
-    if before is not None and before.chains == chains:
+    chosen = _chosen(costs, before)
+    free = _left(range(len(costs.peers)), chosen)
+    ready = standbys(costs, chosen, free, _held(costs, before))
+    chains = tuple(_stops(costs, zip(laid.order, edges_of(laid), strict=True)) for laid in chosen)
+    standby = _stops(costs, sorted(ready.items()))
+    if before is not None and (before.chains, before.standby) == (chains, standby):
         return before
-    changed = previous is not None or bool(chains)
-    return Plan(number=(previous.number if previous else 0) + changed, layers=work.layers, chains=chains)
+    number = (previous.number if previous else 0) + (previous is not None or bool(chains))
+    return Plan(number=number, layers=work.layers, chains=chains, standby=standby)
 
 
 def tokens_per_s(devices: Mapping[str, Device], work: Workload, made: Plan, links: Links = _ANYWHERE) -> float:
@@ -81,10 +88,11 @@ def _kept(costs: Costs, previous: Plan) -> list[Laid]:
     placed = {peer for laid in staying.values() for peer in laid.order}
     free = [peer for peer in range(len(costs.peers)) if peer not in placed]
     serving = {peer for laid in past for peer in laid.order}  # a standby serves nowhere
+    held = _held(costs, previous)
     for place, laid in enumerate(past):
         if place not in staying:
             standby = [peer for peer in free if peer not in serving]
-            mended = repaired(costs, laid, standby)
+            mended = repaired(costs, laid, standby, held)
             if mended is not None:
                 staying[place] = mended
                 free = [peer for peer in free if peer not in mended.order]
@@ -133,12 +141,15 @@ def _laid_out(costs: Costs, orders: Sequence[Sequence[int]]) -> list[Laid]:
     return [Laid(tuple(order), tuple(each[: len(order)])) for order, each in zip(orders, shares, strict=True)]
 
 
-def _stops(costs: Costs, chains: Sequence[Laid]) -> tuple[tuple[Stop, ...], ...]:
-    layers = costs.layers
+def _held(costs: Costs, previous: Plan | None) -> dict[int, Edges]:
+    """The spans of those that stood by."""
+    number = {peer: place for place, peer in enumerate(costs.peers)}
+    stops = previous.standby if previous is not None else ()
+    return {number[stop.peer]: (stop.span.start, stop.span.end) for stop in stops if stop.peer in number}
+
+
+def _stops(costs: Costs, edges: Iterable[tuple[int, Edges]]) -> tuple[Stop, ...]:
     return tuple(
-        tuple(
-            Stop(peer=costs.peers[peer], span=Span(start=start, end=end, layers=layers))
-            for peer, (start, end) in zip(laid.order, pairwise(accumulate(laid.shares, initial=0)), strict=True)
-        )
-        for laid in chains
+        Stop(peer=costs.peers[peer], span=Span(start=start, end=end, layers=costs.layers))
+        for peer, (start, end) in edges
     )

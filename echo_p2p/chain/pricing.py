@@ -19,11 +19,13 @@ Ints = NDArray[np.int64]
 LANES: Final = 4
 """Lanes that every stage keeps memory for; few chains need more to keep all stages busy."""
 
+SPARE_SHARE: Final = 0.1
+"""Of a device's memory: activations and the process itself."""
+
 _SPEED_SPREAD = 1e3  # a peer counts as at most so many times faster or slower than the usual one
 _USUAL_RANGE = (1e-3, 1e9)  # layers a second
 _HOP_MAX_S = 3600.0
 _BYTES_S_MIN = 1e3
-_SPARE_SHARE = 0.1  # of a device's memory: activations and the process itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +48,19 @@ class Workload:
     lanes: int = LANES
     frame_bytes: int = 0
 
+    @property
+    def cache_values(self) -> int:
+        """Keys and values of one layer, of all lanes."""
+        return self.kv_values * self.positions * self.rows * self.lanes
+
     def room(self, device: "Device", *, first: bool, last: bool) -> int:
         """Layers that fit on a device, with what the ends of the model take there."""
         if device.memory_bytes == 0:  # not said
             return min(device.max_layers, self.layers)
         ends = self.embedding_values if first or (last and self.tied) else 0
         ends += self.head_values if last else 0
-        kv_values = self.kv_values * self.positions * self.rows * self.lanes
-        values = int(device.memory_bytes * (1.0 - _SPARE_SHARE)) // max(1, device.value_bytes) - ends
-        return max(0, min(device.max_layers, self.layers, values // max(1, self.layer_values + kv_values)))
+        values = int(device.memory_bytes * (1.0 - SPARE_SHARE)) // max(1, device.value_bytes) - ends
+        return max(0, min(device.max_layers, self.layers, values // max(1, self.layer_values + self.cache_values)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ lanes; answers begin in the order in which their prompts were read.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import trio
@@ -16,45 +17,79 @@ from echo_protocols.values import PolicyVersion
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One request on its way. `version` computed the last logits of its prompt.
+    """One request on its way. `dropped` once nobody waits for it.
 
-    `begun` of its answers have been given to a lane, `joined` of them are in it or have been.
+    Of the tokens of each answer, so many were `given` by another ring, and so many are `proven`.
     """
 
     request: GroupRequest
-    number: int  # of its prompt
     answers: Answers
+    readings: tuple["Reading", ...] = ()
     done: trio.Event = field(default_factory=trio.Event)
-    version: PolicyVersion | None = None
-    begun: int = 0
-    joined: int = 0
     dropped: bool = False
     on_token: OnToken | None = None
-
-    @property
-    def room(self) -> int:
-        """Positions that it may take, those of the prompt that its answers grow from included."""
-        return len(self.request.prompt) + self.request.samples * self.request.positions
-
-    @property
-    def joining(self) -> bool:
-        """Whether answers are on their way into a lane, for which the prompt has to stay."""
-        return self.begun > self.joined
+    given: tuple[int, ...] = ()
+    proven: tuple[int, ...] = ()
 
     def position(self, sample: int) -> int:
         """Where the newest token of an answer stands."""
         return len(self.request.prompt) + self.answers.length(sample) - 1
 
 
+@dataclass(slots=True, eq=False)
+class Reading:
+    """Tokens to be read for some answers of a group, which then begin from them: its prompt for those without tokens,
+    prompt and tokens so far for one that another ring has begun. `version` computed the last logits.
+
+    `begun` of the answers have been given to a lane, `joined` of them are in it or have been, `left` are not finished.
+    """
+
+    group: Group
+    number: int
+    tokens: tuple[int, ...]
+    samples: tuple[int, ...]
+    drawn: int = 0  # of `tokens`, so many are the answer's
+    version: PolicyVersion | None = None
+    begun: int = 0
+    joined: int = 0
+    left: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = len(self.samples)
+
+    @property
+    def room(self) -> int:
+        """Positions that it may take, those that its answers grow from included."""
+        return len(self.tokens) + len(self.samples) * self.group.request.positions
+
+    @property
+    def joining(self) -> bool:
+        """Whether answers are on their way into a lane, for which what was read has to stay."""
+        return self.begun > self.joined
+
+
+def readings_of(group: Group, numbers: Iterator[int]) -> tuple[Reading, ...]:
+    """What has to be read for the unfinished answers of a group."""
+    prompt, answers = group.request.prompt, group.answers
+    going = [sample for sample in answers.unfinished if answers.length(sample)]
+    found = [
+        Reading(group, next(numbers), prompt + answers.tokens(sample), (sample,), answers.length(sample))
+        for sample in going
+    ]
+    if new := tuple(sample for sample in answers.unfinished if not answers.length(sample)):
+        found.append(Reading(group, next(numbers), prompt, new))
+    return tuple(found)
+
+
 class Queue:
-    """`room` bounds the positions of all groups that are read or grow, `ahead` the prompts that are held."""
+    """`room` bounds the positions of all readings and of what grows from them, `ahead` the readings that are held."""
 
     def __init__(self, room: int, ahead: int) -> None:
         self.room = room
         self._left = room
         self._ahead = ahead
-        self._unread: deque[Group] = deque()
-        self._ready: deque[Group] = deque()
+        self._unread: deque[Reading] = deque()
+        self._ready: deque[Reading] = deque()
         self._changed = trio.Event()
 
     def widen(self, room: int) -> None:
@@ -63,33 +98,32 @@ class Queue:
 
     def add(self, group: Group) -> None:
         """A new request."""
-        self._unread.append(group)
+        self._unread.extend(group.readings)
         self._wake()
 
-    def drop(self, group: Group) -> bool:
-        """Nobody waits for it any more; whether its prompt was held for answers to come."""
-        group.dropped = True
+    def drop(self, reading: Reading) -> bool:
+        """Nobody waits for its group any more; whether what was read was held for answers to come."""
         self._wake()
-        if group in self._unread:
-            self._unread.remove(group)
-        elif group in self._ready:
-            self._ready.remove(group)
+        if reading in self._unread:
+            self._unread.remove(reading)
+        elif reading in self._ready:
+            self._ready.remove(reading)
             self._ahead += 1
             return True
         return False
 
-    def to_read(self) -> Group | None:
-        """The next group to be read, which takes its room until `free`."""
+    def to_read(self) -> Reading | None:
+        """The next to be read, which takes its room until `free`."""
         if not self._unread or not self._ahead or self._unread[0].room > self._left:
             return None
-        group = self._unread.popleft()
-        self._left -= group.room
+        reading = self._unread.popleft()
+        self._left -= reading.room
         self._ahead -= 1
-        return group
+        return reading
 
-    def read(self, group: Group) -> None:
-        """Its prompt is read."""
-        self._ready.append(group)
+    def read(self, reading: Reading) -> None:
+        """It is read."""
+        self._ready.append(reading)
         self._wake()
 
     def not_read(self) -> None:
@@ -97,24 +131,25 @@ class Queue:
         self._ahead += 1
         self._wake()
 
-    def to_begin(self, free: int, *, whole: bool) -> list[tuple[Group, range]]:
-        """Groups and samples of them to begin in `free` rows; with `whole`, all of one group."""
-        found: list[tuple[Group, range]] = []
+    def to_begin(self, free: int, *, whole: bool) -> list[tuple[Reading, tuple[int, ...]]]:
+        """Readings and samples of them to begin in `free` rows; with `whole`, all of one reading."""
+        found: list[tuple[Reading, tuple[int, ...]]] = []
         while self._ready and free and not (whole and found):
-            group = self._ready[0]
-            end = group.request.samples if whole else min(group.request.samples, group.begun + free)
-            samples = range(group.begun, end)
-            group.begun, free = end, free - len(samples)
-            found.append((group, samples))
-            if end == group.request.samples:
+            reading = self._ready[0]
+            most = len(reading.samples)
+            end = most if whole else min(most, reading.begun + free)
+            samples = reading.samples[reading.begun : end]
+            reading.begun, free = end, free - len(samples)
+            found.append((reading, samples))
+            if end == most:
                 self._ready.popleft()
                 self._ahead += 1
                 self._wake()
         return found
 
-    def free(self, group: Group) -> None:
+    def free(self, reading: Reading) -> None:
         """Its room can be taken again."""
-        self._left += group.room
+        self._left += reading.room
         self._wake()
 
     async def changed(self) -> None:

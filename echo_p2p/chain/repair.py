@@ -4,8 +4,10 @@ Who leaves a gap is followed by its neighbours or by one standby: either way jus
 joins takes layers of the two that it stands between, and loads just those.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,6 +17,11 @@ from echo_p2p.chain.pricing import Costs
 _JOINS_MAX = 8  # in one plan: the next one takes more
 _CUTS_MAX = 24  # ways to cut a neighbour's span that are tried
 _PAIRS_MAX = 20_000  # places to join that are looked at
+
+Edges = tuple[int, int]
+"""The first layer of a span, and the one behind it."""
+
+_NOTHING: Mapping[int, Edges] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +46,70 @@ def fits(costs: Costs, laid: Laid) -> bool:
     return laid.whole and laid.tokens_s(costs) > 0.0
 
 
+def edges_of(laid: Laid) -> list[Edges]:
+    """The span of each stop."""
+    return list(pairwise(accumulate(laid.shares, initial=0)))
+
+
 def laid_worths(costs: Costs, chains: Sequence[Laid]) -> list[float]:
     """The worth of whole chains with their shares."""
     return _worths(costs, [laid.order for laid in chains], [laid.shares for laid in chains])
 
 
-def repaired(costs: Costs, laid: Laid, standby: Sequence[int]) -> Laid | None:
-    """A chain with one gap, closed by its neighbours or by one of `standby`, whichever makes more. None if none can."""
+def repaired(costs: Costs, laid: Laid, standby: Sequence[int], held: Mapping[int, Edges] = _NOTHING) -> Laid | None:
+    """A chain with one gap, closed by its neighbours or by one of `standby`, whichever makes more. None if none can.
+
+    Who has `held` exactly the layers of the gap closes it before all others, for they would have to load them. Where
+    nobody is gone, but two neighbours can't reach each other any more, one of these is left out.
+    """
+    gaps = _gaps(costs, laid)
+    ready = [
+        _with(laid, gone, peer)
+        for gone in gaps
+        for peer in standby
+        if held.get(peer) == (sum(laid.shares[: gone[0]]), sum(laid.shares[: gone[-1] + 1]))
+    ]
+    if (found := _best(costs, [each.order for each in ready], [each.shares for each in ready])) is not None:
+        return found
+    others = [each for gone in gaps for each in (*_without(laid, gone), *(_with(laid, gone, peer) for peer in standby))]
+    return _best(costs, [each.order for each in others], [each.shares for each in others])
+
+
+def _gaps(costs: Costs, laid: Laid) -> list[list[int]]:
+    """Places that follow each other, of those who are gone; or each place beside a link that is."""
     gone = [
         place
         for place, (peer, share) in enumerate(zip(laid.order, laid.shares, strict=True))
         if not _holds(costs, peer, share)
     ]
-    if not gone or len(gone) == len(laid.order) or gone[-1] - gone[0] + 1 != len(gone):
-        return None
+    if not gone:
+        ring = enumerate(zip(laid.order, (*laid.order[1:], laid.order[0]), strict=True))
+        apart = [place for place, pair in ring if len(laid.order) > 1 and not np.isfinite(costs.hop_s[pair])]
+        places = {each % len(laid.order) for place in apart for each in (place, place + 1)}
+        return [[place] for place in sorted(places)]
+    follow = gone[-1] - gone[0] + 1 == len(gone)
+    return [gone] if follow and len(gone) < len(laid.order) else []
+
+
+def _without(laid: Laid, gone: Sequence[int]) -> list[Laid]:
+    """The ways in which the neighbours of a gap can take its layers."""
     gap = sum(laid.shares[place] for place in gone)
     left, right = slice(0, gone[0]), slice(gone[-1] + 1, None)
-    orders = [laid.order[left] + laid.order[right]] * (gap + 1)
-    shares = [_closed(laid.shares[left], laid.shares[right], taken, gap) for taken in range(gap + 1)]
-    if not laid.shares[left] or not laid.shares[right]:
-        orders, shares = orders[:1], shares[:1]
-    orders += [(*laid.order[left], peer, *laid.order[right]) for peer in standby]
-    shares += [(*laid.shares[left], gap, *laid.shares[right])] * len(standby)
-    return _best(costs, orders, shares)
+    order = laid.order[left] + laid.order[right]
+    if not order:
+        return []
+    ways = range(gap + 1) if laid.shares[left] and laid.shares[right] else range(1)
+    return [Laid(order, _closed(laid.shares[left], laid.shares[right], taken, gap)) for taken in ways]
+
+
+def _with(laid: Laid, gone: Sequence[int], peer: int) -> Laid:
+    """The chain with a peer in place of a gap."""
+    gap = sum(laid.shares[place] for place in gone)
+    left, right = slice(0, gone[0]), slice(gone[-1] + 1, None)
+    return Laid(
+        (*laid.order[left], peer, *laid.order[right]),
+        (*laid.shares[left], gap, *laid.shares[right]),
+    )
 
 
 def joined(costs: Costs, chains: Sequence[Laid], free: Sequence[int], margin: float) -> list[Laid]:

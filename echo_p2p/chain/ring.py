@@ -20,7 +20,8 @@ class Ring:
 
     `lanes` is M ≥ (Σ stage + Σ hop) / max stage; 0 takes one more than there are stops. A lane computes up to `rows`
     answers together, of any groups: one that is finished makes room for the next. In an `exclusive` ring a lane takes
-    one group at a time, whole, so that what is computed together doesn't depend on when it was asked for.
+    one group at a time, whole, so that what is computed together doesn't depend on when it was asked for. Tokens
+    outside the `vocabulary` are refused; 0 if it is not known.
     """
 
     route: tuple[Stop, ...]
@@ -29,6 +30,7 @@ class Ring:
     lanes: int = 0
     rows: int = 16
     exclusive: bool = False
+    vocabulary: int = 0
 
     @property
     def lane_count(self) -> int:

@@ -14,7 +14,8 @@ from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainBroken
 from echo_p2p.chain.sampler import draw
 from echo_p2p.chain.turns import Turn
-from echo_protocols.hop import BeginPrompt, Join
+from echo_p2p.chain.verdict import name_of
+from echo_protocols.hop import CANARY, BeginPrompt, Join
 from echo_protocols.uniform import uniform
 from echo_protocols.values import PolicyVersion
 
@@ -22,9 +23,9 @@ from echo_protocols.values import PolicyVersion
 class Seat:
     """One chain at one host."""
 
-    def __init__(self, host: StageHost) -> None:
+    def __init__(self, host: StageHost, predecessor: str | None = None) -> None:
         self._host = host
-        self._book = Book(host.peer, host.limits)
+        self._book = Book(host.peer, host.limits, predecessor)
 
     def begin(self, order: BeginPrompt) -> None:
         """A prompt is to be read. Raises ChainBroken."""
@@ -58,8 +59,12 @@ class Seat:
         lane = self._book.decode(number, step, named, positions.tolist(), length)
         version, last = self._host.version, self._host.stage.span.last
         growing = list(lane.rows.values())
+        # Only the first token after one join: what rows have read since has no name.
+        canary = name_of(growing[0].canary, version, inputs) if step == 1 and growing[0].canary else b""
 
         def finish(outputs: Floats) -> Floats | Drawn:
+            if canary:
+                self._host.check_canary(canary, outputs)
             return _draw(step, version, rows, growing, outputs) if last else outputs
 
         return await self._host.forward(turn, lane.cache, rows, positions, inputs, finish)
@@ -84,8 +89,12 @@ class Seat:
         self, turn: Turn, prompt: Prompt, step: int, rows: Integers, positions: Integers, inputs: Integers | Floats
     ) -> Floats | Drawn:
         version, last = self._host.version, self._host.stage.span.last
+        read_alone = step == 0 and prompt.order.group_id == CANARY
+        prompt.canary = canary = name_of(b"", version, inputs) if read_alone else b""
 
         def finish(outputs: Floats) -> Floats | Drawn:
+            if canary:
+                self._host.check_canary(canary, outputs)
             if not last:
                 return outputs
             prompt.logits, prompt.version = outputs, version

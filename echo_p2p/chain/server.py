@@ -13,10 +13,10 @@ from trio import TaskStatus
 
 from echo_p2p.chain.group import Drawn
 from echo_p2p.chain.host import StageHost
-from echo_p2p.chain.link import CLOSED, ChainBroken, Link, bid_farewell, broken, receive_frame, send_frame
+from echo_p2p.chain.link import CLOSED, GARBAGE, ChainBroken, Link, bid_farewell, broken, receive_frame, send_frame
 from echo_p2p.chain.seat import Seat
 from echo_p2p.chain.turns import Turn
-from echo_p2p.chain.wire import from_forward, to_forward, to_tokens
+from echo_p2p.chain.wire import from_forward, is_finite, to_forward, to_tokens
 from echo_p2p.errors import NetError, WeightsError
 from echo_p2p.net.base import Stream, Streams
 from echo_protocols import names
@@ -41,6 +41,9 @@ Allow = Callable[[str, Open], str | None]
 _PREPARES_MAX = 4
 """Versions of one chain that a stage stages at a time."""
 
+Ended = Callable[[Open, Failure, str | None], None]
+"""Hears of each chain that has ended: how it was opened, why it ended, and the neighbour that said so, if one did."""
+
 Return = Callable[[Stream, Open], Awaitable[None]]
 
 
@@ -52,10 +55,13 @@ def allow_everybody(peer: str, opening: Open) -> str | None:
 class ChainServer:
     """Serves a host's stage to one chain at a time; a newer chain that is allowed takes the place of the older."""
 
-    def __init__(self, streams: Streams, host: StageHost, allow: Allow = allow_everybody) -> None:
+    def __init__(
+        self, streams: Streams, host: StageHost, allow: Allow = allow_everybody, ended: Ended | None = None
+    ) -> None:
         self.host = host
         self.streams = streams
         self._allow = allow
+        self._ended = ended
         self._returns: dict[bytes, Return] = {}
         self._serving: Link | None = None
         self._newest = b""
@@ -106,6 +112,8 @@ class ChainServer:
             raise broken("wrong-span", f"this peer serves {host.stage.span}", host.peer)
         if opening.lanes > host.limits.lanes:
             raise broken("too-many-lanes", f"this peer holds {host.limits.lanes} lanes", host.peer)
+        if host.corrupt:
+            raise broken(GARBAGE, "this peer's stage has gone bad, and is to be loaded anew", host.peer)
         if (reason := self._allow(upstream.peer, opening)) is not None:
             raise broken("not-allowed", reason, host.peer)
         self._newest = chain
@@ -120,6 +128,8 @@ class ChainServer:
                 failure = await _ServedChain(host, link).run()
             finally:
                 self._serving = None
+        if self._ended is not None:
+            self._ended(opening, failure, link.told_by)
         if failure.reason != CLOSED:
             host.count_refusal(failure.reason)
             logger.warning("the chain from %s ended: %s", upstream.peer, ChainBroken(failure))
@@ -156,7 +166,7 @@ class _ServedChain:
     def __init__(self, host: StageHost, link: Link) -> None:
         self._host = host
         self._link = link
-        self._seat = Seat(host)
+        self._seat = Seat(host, link.predecessor)
         self._background: trio.Nursery | None = None
         self._steps: trio.Nursery | None = None
         self._newest: Turn | None = None
@@ -198,7 +208,7 @@ class _ServedChain:
             case Beat():
                 link.send(frame)
             case _:
-                raise broken("bad-frame", f"a {type(frame).__name__} frame does not belong here", host.peer)
+                raise broken("bad-frame", f"a {type(frame).__name__} frame does not belong here", link.predecessor)
 
     def _pass_on(self, frame: Frame) -> None:
         # The head needs no echo of its own orders; prepares and beats do return to it.
@@ -217,12 +227,17 @@ class _ServedChain:
                 self._link.end(error.failure)
 
     async def _forward(self, turn: Turn, frame: Forward) -> None:
-        host = self._host
+        host, sender = self._host, self._link.predecessor
         rows, positions, hidden = from_forward(frame)
+        if host.width not in (None, frame.width):
+            raise broken("bad-frame", f"{sender} sent states of {frame.width} values, not {host.width}", sender)
+        if not is_finite(hidden):
+            raise broken(GARBAGE, f"{sender} sent states that are not finite", sender)
         if frame.version != host.version:
             text = f"a frame of version {frame.version} came to a stage at {host.version}"
             raise broken("version", text, host.peer)
         result = await self._seat.forward(turn, frame.lane, frame.step, rows, positions, hidden)
+        host.width = frame.width
         if isinstance(result, Drawn):
             self._link.send(to_tokens(frame.lane, result))
         else:

@@ -1,20 +1,12 @@
-"""What a model folder holds, from `config.json` and the safetensors headers alone. Reads no weights, needs no torch.
-
-A header is the file's first 8 bytes (its length, little endian) and then JSON: name, type, shape of each tensor.
-"""
+"""What a model folder holds, from its `config.json` and its layout alone. Reads no weights, needs no torch."""
 
 import json
-import struct
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from echo_p2p.errors import ModelError
-from echo_protocols.release import part_of, parts_of
+from echo_p2p.models.layout import is_tied, span_tensors, tensor_entries
 from echo_protocols.values import Span
-
-_HEADER_LIMIT_BYTES = 100_000_000  # the format's own bound
-_WEIGHTS_SHARE = 0.7  # of a device's memory; the rest is for KV caches, activations and the process itself
 
 
 class ModelShape(NamedTuple):
@@ -27,13 +19,6 @@ class ModelShape(NamedTuple):
     size_bytes: int  # of the policy: all tensors in bf16
 
 
-class TensorEntry(NamedTuple):
-    """Where one tensor lies and how many values it has."""
-
-    file: Path
-    values: int
-
-
 def model_shape(model_path: Path) -> ModelShape:
     """The shape of the model in a folder. Raises ModelError if the folder holds none."""
     config = _text_config(model_path)
@@ -42,7 +27,7 @@ def model_shape(model_path: Path) -> ModelShape:
         layers, vocabulary, hidden = (int(config[k]) for k in ("num_hidden_layers", "vocab_size", "hidden_size"))
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{model_path / 'config.json'} lacks {error}: name a causal language model") from error
-    tied = bool(config.get("tie_word_embeddings", "lm_head.weight" not in entries))
+    tied = is_tied(config, entries)
     names = span_tensors(entries, Span(start=0, end=layers, layers=layers), tied=tied)
     return ModelShape(layers, vocabulary, tied, hidden, 2 * sum(entries[name].values for name in names))
 
@@ -52,55 +37,6 @@ def span_bytes(model_path: Path, span: Span, *, value_bytes: int = 4) -> int:
     entries = tensor_entries(model_path)
     names = span_tensors(entries, span, tied=model_shape(model_path).tied)
     return value_bytes * sum(entries[name].values for name in names)
-
-
-def layers_that_fit(model_path: Path, memory_bytes: int, *, value_bytes: int = 4) -> int:
-    """How many layers a device with this memory can serve, wherever its span lies; all of them only if both ends fit.
-
-    A share of the memory stays free for KV caches. Any proper span is priced with the dearer end of the model.
-    """
-    entries = tensor_entries(model_path)
-    layers, _, tied, _, _ = model_shape(model_path)
-    cost = dict.fromkeys(["embed", "head", *(f"layer.{i}" for i in range(layers))], 0)
-    for name in span_tensors(entries, Span(start=0, end=layers, layers=layers), tied=tied):
-        cost[part_of(name)] += value_bytes * entries[name].values
-    budget = int(memory_bytes * _WEIGHTS_SHARE)
-    if sum(cost.values()) <= budget:
-        return layers
-    end = max(cost["embed"], cost["head"] + (cost["embed"] if tied else 0))
-    layer = max(cost[f"layer.{i}"] for i in range(layers))
-    return max(0, min(layers - 1, (budget - end) // max(1, layer)))
-
-
-def span_tensors(entries: dict[str, TensorEntry], span: Span, *, tied: bool) -> list[str]:
-    """The tensors of a span, by the names they are stored under; a tied output matrix is no tensor of its own."""
-    parts = set(parts_of(span, tied=tied))
-    return [name for name in entries if part_of(name) in parts and not (tied and name == "lm_head.weight")]
-
-
-def tensor_entries(model_path: Path) -> dict[str, TensorEntry]:
-    """Every tensor of a model folder: one safetensors file, or many with an index."""
-    index = model_path / "model.safetensors.index.json"
-    single = model_path / "model.safetensors"
-    if index.is_file():
-        files = sorted({model_path / str(name) for name in _object(index).get("weight_map", {}).values()})
-    elif single.is_file():
-        files = [single]
-    else:
-        raise ModelError(f"{model_path} holds no model.safetensors: save the model in safetensors format")
-    return {name: TensorEntry(file, values) for file in files for name, values in _header(file).items()}
-
-
-def _header(file: Path) -> dict[str, int]:
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > _HEADER_LIMIT_BYTES:
-                raise ModelError(f"{file} has a header of {length} bytes, so it is no safetensors file: fetch it again")
-            header = json.loads(stream.read(length))
-        return {name: prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{file} can't be read as safetensors ({error}): fetch it again") from error
 
 
 def _text_config(model_path: Path) -> dict[str, Any]:

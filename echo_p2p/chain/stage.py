@@ -10,10 +10,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from echo_p2p.errors import ChainError
 from echo_p2p.tensors import Bits, TensorUpdate
 from echo_protocols.values import PolicyVersion, Span
 
-__all__ = ["Bits", "Stage", "TensorUpdate", "Weights"]
+__all__ = ["Bits", "Stage", "TensorUpdate", "Weights", "check_inputs"]
 
 
 class Stage(Protocol):
@@ -52,6 +53,17 @@ class Stage(Protocol):
 
     def apply(self, updates: Mapping[str, TensorUpdate]) -> None:
         """Change weights in place, without reallocating; lanes keep their KV."""
+
+
+def check_inputs(
+    span: Span, rows: int, inputs: NDArray[np.int32] | NDArray[np.float32], *, hidden: int, vocabulary: int
+) -> None:
+    """Raises ChainError unless these are inputs of `rows` rows for a span of a model with these sizes."""
+    shape = (rows, inputs.shape[1] if inputs.ndim > 1 else 0, hidden)
+    if inputs.shape != (shape[:2] if span.first else shape):
+        raise ChainError(f"inputs of shape {inputs.shape} do not fit {rows} rows of span {span}, {hidden} wide")
+    if span.first and inputs.size and not 0 <= inputs.min() <= inputs.max() < vocabulary:
+        raise ChainError(f"a token id is outside the vocabulary of {vocabulary}: use the run's tokenizer")
 
 
 class Weights(Protocol):

@@ -13,7 +13,7 @@ from echo_p2p.chain.group import NOTHING, Drawn, Integers
 from echo_p2p.chain.head import RingHead
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import broken
-from echo_p2p.chain.queue import Group
+from echo_p2p.chain.queue import Group, Reading
 from echo_p2p.chain.seat import Seat
 from echo_p2p.chain.wire import to_forward
 from echo_protocols.hop import BeginPrompt, EndLane, Join
@@ -29,8 +29,13 @@ class Growing:
     """An answer in a lane."""
 
     row: int
-    group: Group
+    reading: Reading
     sample: int
+
+    @property
+    def group(self) -> Group:
+        """Whose answer it is."""
+        return self.reading.group
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +61,17 @@ class Steps:
         self._head = head
         self._seat = Seat(host)
 
-    def begin(self, group: Group) -> None:
-        """The prompt of a group is to be read, as the lane of its number."""
-        request = group.request
+    def begin(self, reading: Reading) -> None:
+        """Tokens are to be read, as the lane of their number."""
+        request = reading.group.request
         order = BeginPrompt(
-            lane=group.number,
+            lane=reading.number,
             group_id=request.group_id,
             run_seed=request.run_seed,
             sampling=request.sampling,
             samples=request.samples,
             positions=request.positions,
+            drawn=reading.drawn,
         )
         self._seat.begin(order)
         self._head.send(order)
@@ -79,32 +85,32 @@ class Steps:
         """Free everything at this peer's stage."""
         self._seat.leave()
 
-    async def read(self, group: Group, step: int, start: int, part: Integers) -> Asked:
-        """Read a part of a prompt (1, length), from position `start` on."""
-        return await self._forward(group.number, step, (), _ROW_0, np.array([start], np.int32), part)
+    async def read(self, reading: Reading, step: int, start: int, part: Integers) -> Asked:
+        """Read a part of it (1, length), from position `start` on."""
+        return await self._forward(reading.number, step, (), _ROW_0, np.array([start], np.int32), part)
 
     async def join(self, lane: int, step: int, new: Sequence[Growing]) -> Asked | None:
-        """Let answers of one group begin in a lane, each with a first token; None if nobody wants them any more.
+        """Let answers of one reading begin in a lane, each with its next token; None if nobody wants them any more.
 
-        With the last of the group's answers its prompt is freed; if it was dropped, with the last of those that join.
+        With the last of its answers the reading is freed; if it was dropped, with the last of those that join.
         """
-        group = new[0].group
+        reading = new[0].reading
         order = Join(
             lane=lane,
-            prompt=group.number,
+            prompt=reading.number,
             step=step,
             rows=tuple(answer.row for answer in new),
             samples=tuple(answer.sample for answer in new),
         )
         with await self._host.turns.begin() as turn:
             asked = None
-            if not group.dropped:
-                assert group.version is not None
-                asked = Asked(step, group.version, new, await self._seat.join(turn, order))
+            if not reading.group.dropped:
+                assert reading.version is not None
+                asked = Asked(step, reading.version, new, await self._seat.join(turn, order))
                 self._head.send(order)
-            group.joined += len(new)
-            if group.joined == group.request.samples or (group.dropped and not group.joining):
-                self.end(group.number)
+            reading.joined += len(new)
+            if reading.joined == len(reading.samples) or (reading.group.dropped and not reading.joining):
+                self.end(reading.number)
         return asked
 
     async def decode(self, lane: int, step: int, growing: Sequence[Growing]) -> Asked:
@@ -116,8 +122,8 @@ class Steps:
 
     async def answer(self, asked: Asked, tokens: Tokens) -> Drawn:
         """What was drawn in a step."""
-        drawn = asked.drawn if asked.drawn is not None else await self._head.next_tokens(tokens)
-        if (fault := drawn.fault(asked.step, asked.rows, asked.version)) is not None:
+        drawn = asked.drawn if asked.drawn is not None else await tokens.receive()
+        if (fault := drawn.fault(asked.step, asked.rows, asked.version, self._head.vocabulary)) is not None:
             raise broken("bad-tokens", fault, self._head.last)
         return drawn
 

@@ -1,35 +1,27 @@
 """The generic stage over Hugging Face transformers: one span of any decoder family. Knows no network and no sampling.
 
-The family's own class is subclassed; what the span does not host becomes a pass-through without parameters. Names,
-layer numbers and the family's own forward stay, so a chain computes the whole model's bits.
+Names, layer numbers and the family's own forward stay, so a chain computes the whole model's bits.
 """
 
-# transformers keeps no public list of causal classes by config other than this mapping.
 # The policy is bf16 by definition: weights are rounded on loading, whatever precision then computes with them.
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from torch import nn
-from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as transformers_logging
 
 from echo_p2p.chain.adapters import adapted
-from echo_p2p.chain.lanes import Entered, Lanes
+from echo_p2p.chain.lanes import Entered, Lane, Lanes
 from echo_p2p.chain.layouts import experts_apart
 from echo_p2p.chain.live_weights import LiveWeights, TorchWeights, live_parameters, shapes_of
-from echo_p2p.chain.shape import span_tensors, tensor_entries
-from echo_p2p.chain.stage import Bits, TensorUpdate
+from echo_p2p.chain.stage import Bits, TensorUpdate, check_inputs
 from echo_p2p.chain.torch_cache import LaneCache, is_ragged, use_grouped_attention
-from echo_p2p.errors import ChainError, ModelError
+from echo_p2p.chain.torch_model import build_model, read_config
+from echo_p2p.errors import ModelError
 from echo_protocols.adapter import AdapterSpec
 from echo_protocols.values import Span
 
@@ -47,20 +39,23 @@ def load_stage(
     max_lanes: int = 64,
     max_length: int | None = None,
     kv_positions: int | None = None,
+    weights: bool = True,
 ) -> "TorchStage":
     """Load the tensors of `span`, and no others, from a folder in Hugging Face format.
 
-    `dtype` computes: float32 on a CPU (default), bfloat16 elsewhere. `max_length` bounds a lane's positions (default:
-    what the model was made for), `kv_positions` those of all lanes (default: by lanes alone). Raises ModelError.
+    Without `weights` all of them are zero until they are applied: the folder needs no more than the layout of its
+    tensors. `dtype` computes: float32 on a CPU (default), bfloat16 elsewhere. `max_length` bounds a lane's positions
+    (default: what the model was made for), `kv_positions` those of all lanes (default: by lanes alone). Raises
+    ModelError.
     """
     where = torch.device(_pick_device() if device == "auto" else device)
     dtype = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
     if dtype not in (torch.float32, torch.bfloat16):
         raise ModelError(f"a stage can't compute in {dtype}: choose float32 or bfloat16, which hold a bf16 policy")
-    config = _read_config(model_path)
+    config = read_config(model_path)
     if config.num_hidden_layers != span.layers:
         raise ModelError(f"span {span} is not of {model_path}, which has {config.num_hidden_layers} layers")
-    model = _read_model(model_path, config, span, dtype).to(where).eval()
+    model = build_model(model_path, config, span, dtype, weights=weights).to(where).eval()
     use_grouped_attention(model)
     bound = max_length or int(getattr(config, "max_position_embeddings", 4096))
     logger.debug("loaded span %s of %s on %s in %s", span, model_path, where, dtype)
@@ -106,20 +101,13 @@ class TorchStage:
         inputs: NDArray[np.int32] | NDArray[np.float32],
     ) -> NDArray[np.float32]:
         """As `Stage.forward` says. Raises ChainError; a lane whose computation failed is closed."""
-        self._check(len(rows), inputs)
-        entered = self._lanes.enter(lane, rows, positions, inputs.shape[1])
-        with self._closing(lane):
-            outputs = self._compute(entered, entered.in_cache_order(inputs))
-        entered.lane.lengths += inputs.shape[1]
-        return entered.in_call_order(outputs)
+        config = self._model.config
+        check_inputs(self.span, len(rows), inputs, hidden=config.hidden_size, vocabulary=config.vocab_size)
+        return self._lanes.compute(lane, rows, positions, inputs, self._compute)
 
     def join(self, lane: int, rows: NDArray[np.int32], source: int) -> None:
         """As `Stage.join` says. Raises ChainError; a lane whose computation failed is closed."""
-        state, shared = self._lanes.join(lane, rows, source)
-        with self._closing(lane):
-            shared.cache.stand_at(shared.longest)
-            state.cache.stand_at(state.longest)
-            state.cache.join(shared.cache, held=len(state.rows) - len(rows), rows=len(rows))
+        self._lanes.share(lane, rows, source, _copy)
 
     def close(self, lane: int) -> None:
         """Free the lane's KV cache; unknown lanes are no error."""
@@ -142,14 +130,6 @@ class TorchStage:
         if self._weights is not self._base:
             raise ModelError(f"span {self.span} has an adapter already: load the stage anew for another one")
         self._weights = adapted(self._model, self._base, spec, merged=merged)
-
-    @contextmanager
-    def _closing(self, lane: int) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # of the vendor
-            self._lanes.close(lane)
-            raise ChainError(f"lane {lane} failed on span {self.span} ({error}): replay it elsewhere") from error
 
     def _compute(
         self, entered: Entered[LaneCache], inputs: NDArray[np.int32] | NDArray[np.float32]
@@ -178,89 +158,11 @@ class TorchStage:
                 outputs = self._model.base_model(**common).last_hidden_state  # (rows, length, hidden)
             return outputs.float().cpu().numpy()
 
-    def _check(self, rows: int, inputs: NDArray[np.int32] | NDArray[np.float32]) -> None:
-        config = self._model.config
-        shape = (rows, inputs.shape[1] if inputs.ndim > 1 else 0, config.hidden_size)
-        if inputs.shape != (shape[:2] if self.span.first else shape):
-            raise ChainError(f"inputs of shape {inputs.shape} do not fit span {self.span} of {config.model_type}")
-        if self.span.first and inputs.size and not 0 <= inputs.min() <= inputs.max() < config.vocab_size:
-            raise ChainError(f"a token id is outside the vocabulary of {config.vocab_size}: use the run's tokenizer")
 
-
-class _PassThrough(nn.Module):
-    """Stands where another stage hosts a module."""
-
-    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return hidden_states
-
-
-def _stage_class(config: Any, span: Span) -> Any:
-    """The family's causal class, hosting only `span`."""
-    try:
-        family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError as error:
-        raise ModelError(f"transformers has no causal language model of type {config.model_type!r}") from error
-
-    def initialise(self: Any, config: Any) -> None:
-        family.__init__(self, config)
-        inner = self.base_model
-        if len(span) == span.layers:
-            return  # whole, so its layout does not matter
-        if not {"layers", "embed_tokens", "norm"} <= {name for name, _ in inner.named_children()}:
-            raise ModelError(f"{config.model_type} is not laid out as embed_tokens, layers, norm: serve it whole")
-        for i in range(span.layers):
-            if not span.start <= i < span.end:
-                inner.layers[i] = _PassThrough()
-        if not span.first and hasattr(inner, "embedding_multiplier"):
-            inner.embedding_multiplier = 1.0  # granite scales whatever enters; the first stage has done that
-        if not span.first and not (span.last and config.tie_word_embeddings):
-            inner.embed_tokens = _PassThrough()
-        if not span.last:
-            inner.norm, self.lm_head = _PassThrough(), _PassThrough()
-
-    body: dict[str, Any] = {"__init__": initialise, "__module__": family.__module__}
-    if not span.last:
-        body["_tied_weights_keys"] = {}  # there is no output matrix to tie
-    return type(family.__name__, (family,), body)
-
-
-def _read_config(model_path: Path) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{model_path} holds no readable config.json ({error}): name a Hugging Face folder") from error
-    if not hasattr(config, "num_hidden_layers"):
-        raise ModelError(f"{model_path} is of type {config.model_type!r}, which is no decoder of text: name another")
-    return config
-
-
-def _read_model(model_path: Path, config: Any, span: Span, dtype: torch.dtype) -> Any:
-    entries = tensor_entries(model_path)
-    names = span_tensors(entries, span, tied=bool(config.tie_word_embeddings))
-    with ExitStack() as stack, _quiet():
-        try:
-            files = {f: stack.enter_context(safe_open(f, framework="pt")) for f in {entries[n].file for n in names}}
-            state = {name: files[entries[name].file].get_tensor(name) for name in names}
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"the weights of {model_path} can't be read ({error}): fetch the model again") from error
-        read: Callable[..., Any] = _stage_class(config, span).from_pretrained
-        model, report = read(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
-    absent = sorted(report["missing_keys"]) + sorted(report["mismatched_keys"])
-    if absent:
-        raise ModelError(f"{model_path} lacks {absent[0]!r} and {len(absent) - 1} more: fetch the model again")
-    return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar on a screen that is not ours."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
+def _copy(lane: Lane[LaneCache], shared: Lane[LaneCache], count: int) -> None:
+    shared.cache.stand_at(shared.longest)
+    lane.cache.stand_at(lane.longest)
+    lane.cache.join(shared.cache, held=len(lane.rows) - count, rows=count)
 
 
 def _pick_device() -> str:

@@ -24,7 +24,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from echo_p2p.chain.group import GroupRequest
-from echo_p2p.chain.vllm_loop import serve
+from echo_p2p.chain.vllm_loop import Begun, serve
 from echo_p2p.chain.vllm_proof import prove
 from echo_p2p.chain.vllm_sampler import Chance, PublicSampler
 from echo_p2p.chain.vllm_weights import whole_weights
@@ -52,7 +52,7 @@ class VllmCore:
         self._vllm = engine
         self._runner = runner_of(engine)
         self._runner.sampler = sampler(self._chances)
-        self._requests: dict[int, GroupRequest] = {}
+        self._requests: dict[int, tuple[GroupRequest, Begun]] = {}
         self._undrawn: dict[str, tuple[int, int]] = {}  # by request, what has drawn nothing yet: number and sample
         self._growing: dict[str, tuple[int, int]] = {}
         self._salt = "unknown"
@@ -69,16 +69,16 @@ class VllmCore:
         """Whether there are answers that grow or wait."""
         return bool(self._growing)
 
-    def add(self, number: int, request: GroupRequest) -> None:
-        """Begin all answers to a prompt."""
-        self._requests[number] = request
-        for sample in range(request.samples):
+    def add(self, number: int, request: GroupRequest, begun: Begun) -> None:
+        """Let these answers to a prompt grow."""
+        self._requests[number] = request, begun
+        for sample in begun:
             self._begin(number, sample)
 
     def _begin(self, number: int, sample: int) -> None:
-        request = self._requests[number]
+        request, begun = self._requests[number]
         params = SamplingParams(
-            max_tokens=request.sampling.max_new_tokens,
+            max_tokens=request.sampling.max_new_tokens - len(begun[sample]),
             stop_token_ids=sorted(request.stop_tokens),
             ignore_eos=True,
             logprobs=0,
@@ -88,12 +88,13 @@ class VllmCore:
         )
         name = f"{number}.{sample}"
         self._growing[name] = self._undrawn[name] = number, sample
-        self._vllm.add_request(name, {"prompt_token_ids": list(request.prompt), "cache_salt": self._salt}, params)
+        prompt = [*request.prompt, *begun[sample]]
+        self._vllm.add_request(name, {"prompt_token_ids": prompt, "cache_salt": self._salt}, params)
 
     def drop(self, number: int) -> None:
         """End its answers; unknown numbers are no error."""
-        request = self._requests.pop(number, None)
-        names = [f"{number}.{sample}" for sample in range(request.samples if request else 0)]
+        _, begun = self._requests.pop(number, (None, {}))
+        names = [f"{number}.{sample}" for sample in begun]
         self._vllm.abort_request([name for name in names if name in self._growing])
         for name in names:
             self._growing.pop(name, None)
@@ -133,13 +134,15 @@ class VllmCore:
 
     def _chance(self, name: str, so_far: Sequence[int] | None) -> Chance:
         number, sample = self._runner.requests[name].sampling_params.extra_args["echo"]
-        request = self._requests[number]
-        return Chance(uniform(request.run_seed, request.group_id, sample, len(so_far or ())), request.sampling)
+        request, begun = self._requests[number]
+        position = len(begun[sample]) + len(so_far or ())
+        return Chance(uniform(request.run_seed, request.group_id, sample, position), request.sampling)
 
     def score(self, tokens: Sequence[int]) -> NDArray[np.float64]:
         """Log-probabilities (tokens - 1, vocabulary) of what follows each token: from vLLM, not from our sampler."""
         assert not self.busy
-        self._requests[_SCORE] = GroupRequest(b"", b"", tuple(tokens), 1, Sampling(max_new_tokens=1), frozenset())
+        alone = GroupRequest(b"", b"", tuple(tokens), 1, Sampling(max_new_tokens=1), frozenset())
+        self._requests[_SCORE] = alone, {0: ()}
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False, extra_args={"echo": (_SCORE, 0)}
         )

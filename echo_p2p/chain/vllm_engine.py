@@ -5,6 +5,7 @@ version, and no more asked for than there is room for, so that vLLM never drops 
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Protocol
 import trio
 
 from echo_p2p.chain.answerer import ChainStatistics, GroupBounds, OnToken
-from echo_p2p.chain.group import Answers, GroupRequest
+from echo_p2p.chain.group import Answers, GroupRequest, SoFar
+from echo_p2p.chain.link import ChainBroken, GroupBroken, broken
 from echo_p2p.chain.shape import span_bytes
 from echo_p2p.chain.vllm_process import EngineProcess
 from echo_p2p.chain.vllm_wire import Ask, Drawn, Drop, Load
@@ -81,7 +83,7 @@ class VllmEngine:
         return self._process.failed
 
     @property
-    def fault(self) -> ChainError | None:
+    def fault(self) -> ChainBroken | None:
         """Why, once it has."""
         return self._process.fault
 
@@ -107,19 +109,36 @@ class VllmEngine:
         await self._process.go(version)
         self.version = version
 
-    async def generate(self, request: GroupRequest, on_token: OnToken | None = None) -> tuple[Sample, ...]:
+    async def generate(
+        self, request: GroupRequest, on_token: OnToken | None = None, so_far: SoFar | None = None
+    ) -> tuple[Sample, ...]:
         """Answer one prompt; waits while there is no room. Never a part of a group; `on_token` hears it grow.
 
-        Raises ChainError, also for a request that this engine could never hold.
+        Raises GroupBroken when the engine fails; its `so_far`, given to the next one or to a chain, spares what was
+        drawn. Raises ChainError for a request, or a so_far, that this engine can't serve.
         """
         blocks = self._blocks_of(request)
+        if so_far is not None:
+            self._check(request, so_far)
+        group = _Group(Answers(request, so_far), on_token)
+        if not group.answers.finished:
+            await self._grow(request, group, blocks)
+        if not group.answers.finished:
+            fault = self.fault or broken("engine", "the group was given up")
+            raise GroupBroken(fault.failure, group.answers.so_far(group.answers.lengths))
+        self._grown += 1
+        return group.answers.samples()
+
+    async def _grow(self, request: GroupRequest, group: _Group, blocks: int) -> None:
+        """Return when it is finished, or the engine has failed."""
         await self._room.take(blocks)
-        number, group = next(self._numbers), _Group(Answers(request), on_token)
+        number = next(self._numbers)
         self._groups[number] = group
         try:
-            self._process.post(_ask(number, request))
+            with suppress(ChainBroken):  # whose reason is this engine's fault then
+                self._process.post(_ask(number, request, group.answers))
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_cancel_after, self.failed, nursery.cancel_scope)
+                nursery.start_soon(cancel_after, self.failed, nursery.cancel_scope)
                 await group.ended.wait()
                 nursery.cancel_scope.cancel()
         finally:
@@ -127,10 +146,14 @@ class VllmEngine:
             self._room.free(blocks)
             if not group.answers.finished and self.fault is None:
                 self._process.post(Drop(number=number))
-        if not group.answers.finished:
-            raise self._process.fault or ChainError("the group was given up")
-        self._grown += 1
-        return group.answers.samples()
+
+    def _check(self, request: GroupRequest, so_far: SoFar) -> None:
+        if (fault := so_far.fault(request)) is not None:
+            raise ChainError(fault)
+        if any(theirs > self.version for theirs in so_far.versions):
+            raise ChainError(
+                f"tokens so far are of a newer version than {self.version}, and versions only grow: switch first"
+            )
 
     async def switch(self, version: PolicyVersion, timeout_s: float) -> None:
         """Have all later tokens drawn by `version`. Answers that grow keep the KV that they have read.
@@ -239,12 +262,13 @@ class Room:
         self._freed.set()
 
 
-async def _cancel_after(event: trio.Event, scope: trio.CancelScope) -> None:
+async def cancel_after(event: trio.Event, scope: trio.CancelScope) -> None:
+    """End a scope when something has happened."""
     await event.wait()
     scope.cancel()
 
 
-def _ask(number: int, request: GroupRequest) -> Ask:
+def _ask(number: int, request: GroupRequest, answers: Answers) -> Ask:
     return Ask(
         number=number,
         group_id=request.group_id,
@@ -253,4 +277,5 @@ def _ask(number: int, request: GroupRequest) -> Ask:
         samples=request.samples,
         sampling=request.sampling,
         stop_tokens=request.stop_tokens,
+        begun=tuple((sample, answers.tokens(sample)) for sample in answers.unfinished),
     )

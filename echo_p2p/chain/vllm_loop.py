@@ -6,7 +6,7 @@ two steps, so every token is of one version, and the node hears which.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from echo_p2p.chain.group import GroupRequest
@@ -34,6 +34,9 @@ from echo_protocols.values import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
+Begun = Mapping[int, tuple[int, ...]]
+"""Samples that are to grow, and the tokens that each one has already."""
+
 
 class Core(Protocol):
     """An engine that holds the whole model."""
@@ -50,8 +53,8 @@ class Core(Protocol):
     def busy(self) -> bool:
         """Whether there are answers that grow or wait."""
 
-    def add(self, number: int, request: GroupRequest) -> None:
-        """Begin all answers to a prompt."""
+    def add(self, number: int, request: GroupRequest, begun: Begun) -> None:
+        """Let these answers to a prompt grow."""
 
     def drop(self, number: int) -> None:
         """End them; unknown numbers are no error."""
@@ -105,7 +108,7 @@ class Loop:
     def _take(self, message: Message, arrays: list[Array]) -> None:
         match message:
             case Ask():
-                self._core.add(message.number, request_of(message))
+                self._core.add(message.number, request_of(message), dict(message.begun))
             case Drop():
                 self._core.drop(message.number)
             case Hold():

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import trio
 
+from echo_p2p.chain.link import ChainBroken, broken
 from echo_p2p.chain.vllm_wire import (
     Apply,
     Array,
@@ -91,9 +92,9 @@ class EngineProcess:
         self._patience = trio.CancelScope()
 
     @property
-    def fault(self) -> ChainError | None:
+    def fault(self) -> ChainBroken | None:
         """Why it has failed, once it has."""
-        return None if self._reason is None else ChainError(f"the vllm engine has failed: {self._reason}")
+        return None if self._reason is None else broken("engine", f"the vllm engine has failed: {self._reason}")
 
     def post(self, message: ToWorker, arrays: Sequence[Array] = ()) -> None:
         """Send in due course. Raises ChainError when the engine has failed or takes nothing."""

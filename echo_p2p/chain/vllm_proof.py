@@ -66,7 +66,7 @@ def _prove_draws(core: Provable, vocabulary: int, tolerance: float) -> float:
     }
     answers = {number: Answers(request) for number, request in requests.items()}
     for number, request in requests.items():
-        core.add(number, request)
+        core.add(number, request, dict.fromkeys(range(request.samples), ()))
     steps = iter(range(len(requests) * (_TOKENS + 2)))
     while core.busy and next(steps, None) is not None:
         for number, sample, token, logprob in core.step():

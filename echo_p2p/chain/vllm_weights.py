@@ -13,8 +13,9 @@ from torch import nn
 
 from echo_p2p.chain.layouts import Place, Shape
 from echo_p2p.chain.live_weights import TorchWeights, shapes_of
-from echo_p2p.chain.shape import model_shape, span_tensors, tensor_entries
+from echo_p2p.chain.shape import model_shape
 from echo_p2p.errors import ModelError, WeightsError
+from echo_p2p.models.layout import span_tensors, tensor_entries
 from echo_protocols.values import Span
 
 _PADDED = ("model.embed_tokens.weight", "lm_head.weight")

@@ -46,7 +46,7 @@ class Load(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ask(Struct, frozen=True, kw_only=True, tag=True):
-    """Answer a prompt, under a number that is new."""
+    """Answer a prompt, under a number that is new: these samples, with the tokens that each one has already."""
 
     number: int
     group_id: bytes
@@ -55,6 +55,7 @@ class Ask(Struct, frozen=True, kw_only=True, tag=True):
     samples: int
     sampling: Sampling
     stop_tokens: frozenset[int]
+    begun: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class Drop(Struct, frozen=True, kw_only=True, tag=True):

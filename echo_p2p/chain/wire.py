@@ -1,5 +1,7 @@
 """Arrays of a step as frames, and back. Pure: knows no stream and no stage."""
 
+import math
+
 import numpy as np
 
 from echo_p2p.chain.group import Drawn, Floats, Integers
@@ -36,6 +38,14 @@ def from_forward(frame: Forward) -> tuple[Integers, Integers, Floats]:
     else:
         states = np.frombuffer(frame.payload, "<f4")
     return rows, positions, states.reshape(len(rows), frame.length, frame.width)
+
+
+def is_finite(values: Floats) -> bool:
+    """Whether none of the values is NaN or infinite."""
+    flat = values.reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        # One pass without a copy; a sum of squares that overflows says nothing yet.
+        return math.isfinite(np.dot(flat, flat)) or bool(np.isfinite(flat).all())
 
 
 def to_tokens(lane: int, drawn: Drawn) -> Tokens:

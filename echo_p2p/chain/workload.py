@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from echo_p2p.chain.pricing import Workload
-from echo_p2p.chain.shape import model_shape, span_tensors, tensor_entries
+from echo_p2p.chain.shape import model_shape
+from echo_p2p.models.layout import span_tensors, tensor_entries
 from echo_protocols.release import part_of
 from echo_protocols.run import RunManifest
 from echo_protocols.values import Span

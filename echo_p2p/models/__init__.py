@@ -1,17 +1,20 @@
 """Model references: the built-in tiny model, a local folder, or a hub id with an optional `@revision`.
 
-Turns a reference into a folder, and text into token ids and back. Knows nothing of weights, layers or devices.
+Turns a reference into a folder, and text into token ids and back. Knows no layer and no device.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from echo_p2p.errors import ModelError
+from echo_p2p.models.hub import Report, Snapshot, fetch_large, fetch_small, find_snapshot
+from echo_p2p.models.layout import INDEX, files_with, is_tied, span_tensors, tensor_shapes
+from echo_protocols.values import Span
 
 TINY = "tiny"
 _TINY_FOLDER = Path(__file__).parent / "tiny"
@@ -27,8 +30,74 @@ _TOKENIZER_FILES = (
 )
 
 
-def resolve_model(reference: str) -> Path:
-    """The folder that holds the model's files; a hub id is downloaded if it isn't in the cache. Raises ModelError."""
+SMALL_FILES = ("config.json", "generation_config.json", *_TOKENIZER_FILES)
+"""What a model has beside its weights and their index, as far as anybody here reads it."""
+
+
+def resolve_model(reference: str, report: Report = lambda done, total: None) -> Path:
+    """The folder that holds all of the model's files; what is not here of a hub id is fetched. Raises ModelError.
+
+    `report` hears of large files, as in `models.hub`.
+    """
+    folder = _local_folder(reference)
+    return folder or fetch_weights(_snapshot(reference), None, report)
+
+
+def model_folder(reference: str) -> Path:
+    """The folder with the model's small files; of a hub id, the weights may be absent. Raises ModelError."""
+    folder = _local_folder(reference)
+    if folder is None:
+        snapshot = _snapshot(reference)
+        fetch_small(snapshot, (*SMALL_FILES, INDEX))
+        folder = snapshot.folder
+    return folder
+
+
+def hub_id(reference: str) -> tuple[str, str | None] | None:
+    """Name and revision of a hub id; None for what can only be a folder. Opens nothing."""
+    name, _, revision = reference.partition("@")
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return None
+    return name, revision or None
+
+
+def fetch_weights(snapshot: Snapshot, names: Collection[str] | None, report: Report) -> Path:
+    """Fetch the files of a hub's model that hold some tensors (None: all), and its small files.
+
+    Returns their folder. Of a model in one file, that is the whole file. Raises ModelError.
+    """
+    fetch_small(snapshot, (*SMALL_FILES, INDEX))
+    fetch_large(snapshot, files_with(snapshot.folder, names), report)
+    return snapshot.folder
+
+
+def tensors_of(folder: Path, span: Span) -> list[str]:
+    """The names of a span's tensors, by a folder's layout and config.json. Raises ModelError."""
+    shapes = tensor_shapes(folder)
+    return span_tensors(shapes, span, tied=is_tied(_config(folder), shapes))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What a configuration says of the decoder of text. Raises ModelError."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        inner = config.get("text_config")
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise ModelError(f"the config.json of {folder} can't be read ({error}): get the model anew.") from None
+    return inner if isinstance(inner, dict) else dict(config)
+
+
+def _snapshot(reference: str) -> Snapshot:
+    found = hub_id(reference)
+    if found is None:
+        raise ModelError(
+            f'No model "{reference}": use "{TINY}", the path of a model\'s folder, or a hub id such as Qwen/Qwen3-0.6B.'
+        )
+    return find_snapshot(*found)
+
+
+def _local_folder(reference: str) -> Path | None:
+    """The folder that a reference names on this machine, if it is no hub id."""
     if reference == TINY:
         return _TINY_FOLDER
     folder = Path(reference).expanduser()
@@ -36,38 +105,17 @@ def resolve_model(reference: str) -> Path:
         return folder
     if folder.is_dir():
         raise ModelError(f"{folder} holds no config.json: name the folder that save_pretrained wrote.")
-    name, _, revision = reference.partition("@")
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ModelError(
-            f'No model "{reference}": use "{TINY}", the path of a model\'s folder, or a hub id such as Qwen/Qwen3-0.6B.'
-        )
-    return _resolve_hub(name, revision or None)
-
-
-def _resolve_hub(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except LocalEntryNotFoundError as error:
-        cure = "connect to the internet once, or name a local folder"
-        raise ModelError(f"Model {name} is not in the cache and the hub can't be reached: {cure}.") from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        # The hub's own message runs over many lines and repeats its address.
-        cure = "check the id, the revision, and your access to it"
-        raise ModelError(f"The hub has no model {name} at revision {revision or 'main'}: {cure}.") from error
+    return None
 
 
 def load_tokenizer(reference: str) -> Any:
     """The tokenizer of a model, as transformers loads it. Raises ModelError."""
-    folder = resolve_model(reference)
+    folder = model_folder(reference)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises no narrower one, and its files may be a stranger's
         raise ModelError(f"Model {reference} has no tokenizer that loads: save one beside its config.json.") from error
 
 
@@ -106,7 +154,7 @@ def decode(tokenizer: Any, token_ids: list[int]) -> str:
 
 def stop_tokens(reference: str) -> tuple[int, ...]:
     """The token ids that end an answer, ascending: the tokenizer's, and what the model's configuration names."""
-    folder = resolve_model(reference)
+    folder = model_folder(reference)
     found = {load_tokenizer(reference).eos_token_id}
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
@@ -117,14 +165,13 @@ def stop_tokens(reference: str) -> tuple[int, ...]:
 
 def longest_sequence(reference: str) -> int:
     """Positions of the longest sequence that the model's configuration allows; 2^31 where it says nothing."""
-    config = json.loads((resolve_model(reference) / "config.json").read_bytes())
-    found = (config.get("text_config") or config).get("max_position_embeddings")
+    found = _config(model_folder(reference)).get("max_position_embeddings")
     return found if isinstance(found, int) and found > 0 else 2**31
 
 
 def tokenizer_hash(reference: str) -> str:
     """SHA-256 over the tokenizer's files: two peers with one hash turn a text into the same ids. Raises ModelError."""
-    folder = resolve_model(reference)
+    folder = model_folder(reference)
     digest = hashlib.sha256()
     found = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not found:

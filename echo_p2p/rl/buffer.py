@@ -13,22 +13,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from echo_p2p.errors import TrainerError
-from echo_p2p.rl.seen import SEEN_SCHEMA, SeenCounters
+from echo_p2p.rl.buffer_schema import VERSION, open_schema
+from echo_p2p.rl.seen import SeenCounters
 from echo_protocols.values import PolicyVersion
-
-_SCHEMA_VERSION = 1
-_SCHEMA = """
-CREATE TABLE rollouts (
-  id INTEGER PRIMARY KEY, worker TEXT NOT NULL, counter INTEGER NOT NULL, epoch INTEGER NOT NULL, step INTEGER NOT NULL,
-  newest_epoch INTEGER NOT NULL, newest_step INTEGER NOT NULL,
-  body BLOB NOT NULL, reward REAL NOT NULL, size_bytes INTEGER NOT NULL, accepted_at REAL NOT NULL, taken_for INTEGER
-);
-CREATE INDEX rollouts_fresh ON rollouts (taken_for, epoch, step, id, size_bytes);
-CREATE TABLE counts (reason TEXT PRIMARY KEY, groups INTEGER NOT NULL) WITHOUT ROWID;
-"""
 
 ADDED, DUPLICATE, EVICTED = "added", "duplicate", "evicted"
 TOO_STALE, ABANDONED_BRANCH, FUTURE_VERSION = "too-stale", "abandoned-branch", "future-version"
+EQUAL_REWARDS = "equal-rewards"
+
+_GROUP = (
+    "SELECT worker, counter, epoch, step, newest_epoch, newest_step, body, reward, accepted_at, varies"
+    " FROM rollouts WHERE id = ?"
+)
 
 LagRule = Callable[[PolicyVersion], int | str | None]
 """How many steps behind a version is; or why it has no lag (None: it is of a branch that the run has left)."""
@@ -38,6 +34,7 @@ LagRule = Callable[[PolicyVersion], int | str | None]
 class StoredRollout:
     """One accepted group, named by `(worker, counter)`. `version` is the oldest that any of its tokens came from.
 
+    `varies` says whether its samples differ in their rewards, of which `reward` is the mean.
     `newest` is the newest one, the same unless given: after a restart it may lie on a branch that the run has left.
     """
 
@@ -48,6 +45,7 @@ class StoredRollout:
     reward: float
     accepted_at: float
     newest: PolicyVersion | None = None
+    varies: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +93,13 @@ class ReplayBuffer:
         except sqlite3.Error as error:
             raise self._failure(error) from error
         try:
-            self._open_schema()
-        except BaseException:
-            self._db.close()
-            raise
-
-    def _open_schema(self) -> None:
-        try:
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            found = self._number("PRAGMA user_version")
-            if found == 0:
-                self._db.executescript(
-                    f"BEGIN; {_SCHEMA} {SEEN_SCHEMA} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;"
-                )
+            found = open_schema(self._db)
         except sqlite3.Error as error:
+            self._db.close()
             raise self._failure(error) from error
-        if found not in (0, _SCHEMA_VERSION):
-            raise TrainerError(f"{self._path} is a rollout buffer of version {found}, not {_SCHEMA_VERSION}: move it.")
+        if found != VERSION:
+            self._db.close()
+            raise TrainerError(f"{path} is a rollout buffer of version {found}, not {VERSION}: move it.")
 
     def add(self, rollout: StoredRollout) -> bool:
         """Keep a rollout; durable when this returns. False if this (worker, counter) was ever here before."""
@@ -123,34 +110,51 @@ class ReplayBuffer:
                 return False
             self._db.execute(
                 "INSERT INTO rollouts (worker, counter, epoch, step, newest_epoch, newest_step,"
-                " body, reward, size_bytes, accepted_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                " body, reward, size_bytes, accepted_at, varies) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     rollout.worker, rollout.counter, rollout.version.epoch, rollout.version.step,
                     newest.epoch, newest.step, rollout.body, rollout.reward, len(rollout.body), rollout.accepted_at,
+                    rollout.varies,
                 ),
             )  # fmt: skip
             self._count(ADDED, 1)
             self._evict()
         return True
 
-    def take(self, count: int, *, step: int, lag: LagRule, max_lag: int) -> tuple[TakenRollout, ...]:
+    def take(
+        self, count: int, *, step: int, lag: LagRule, max_lag: int, bound: int | None = None
+    ) -> tuple[TakenRollout, ...]:
         """Exactly `count` groups for the training step `step`, freshest first; none if fewer are fresh enough.
+
+        With a `bound` above `count`, as many more as it needs until `count` of them vary in their rewards; `bound` of
+        them if fewer do, or all if the buffer can't hold so many. Those that don't vary count as passed over: all but
+        the ones that fill up `count`.
 
         Whatever isn't within 0…`max_lag` now, or of a branch that the run has left, is dropped and counted by reason:
         lag only grows.
         """
         with self._transaction():
             lags = self._drop_unusable(lag, max_lag)
-            rows = self._db.execute(
-                "SELECT id, worker, counter, epoch, step, newest_epoch, newest_step, body, reward, accepted_at"
-                " FROM rollouts WHERE taken_for IS NULL ORDER BY epoch DESC, step DESC, id LIMIT ?",
-                (count,),
-            ).fetchall()
-            if len(rows) < count:
-                return ()
-            self._db.executemany("UPDATE rollouts SET taken_for = ? WHERE id = ?", [(step, row[0]) for row in rows])
+            places = self._enough(count, min(bound or count, max(count, self._max_groups)))
+            rows = [self._db.execute(_GROUP, (place,)).fetchone() for place in places]
+            self._db.executemany("UPDATE rollouts SET taken_for = ? WHERE id = ?", [(step, place) for place in places])
+            if len(rows) > count:
+                self._count(EQUAL_REWARDS, len(rows) - count)
         rollouts = [_decode(row) for row in rows]
         return tuple(TakenRollout(rollout, lags[rollout.version]) for rollout in rollouts)
+
+    def _enough(self, count: int, bound: int) -> list[int]:
+        """Ids of the freshest groups until `count` of them vary, or `bound` of them; none if there are fewer."""
+        waiting = self._db.execute(
+            "SELECT id, varies FROM rollouts WHERE taken_for IS NULL ORDER BY epoch DESC, step DESC, id LIMIT ?",
+            (bound,),
+        ).fetchall()
+        varying = 0
+        for number, (_, varies) in enumerate(waiting, start=1):
+            varying += varies
+            if varying == count or number == bound:
+                return [place for place, _ in waiting[:number]]
+        return []
 
     def commit(self, step: int) -> None:
         """Delete what was taken for steps up to `step`: a checkpoint that holds them is durable."""
@@ -225,9 +229,6 @@ class ReplayBuffer:
             (reason, groups),
         )
 
-    def _number(self, query: str) -> int:
-        return int(self._db.execute(query).fetchone()[0])
-
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """All of the block or nothing, one at a time; SQLite's failures become ours."""
@@ -255,6 +256,7 @@ def _judge(oldest: int | str | None, newest: int | str | None, max_lag: int) -> 
 
 
 def _decode(row: tuple[Any, ...]) -> StoredRollout:
-    _, worker, counter, epoch, step, newest_epoch, newest_step, body, reward, accepted_at = row
+    worker, counter, epoch, step, newest_epoch, newest_step, body, reward, accepted_at, varies = row
     oldest, newest = PolicyVersion(epoch=epoch, step=step), PolicyVersion(epoch=newest_epoch, step=newest_step)
-    return StoredRollout(worker, counter, oldest, body, reward, accepted_at, None if newest == oldest else newest)
+    newer = None if newest == oldest else newest
+    return StoredRollout(worker, counter, oldest, body, reward, accepted_at, newer, bool(varies))

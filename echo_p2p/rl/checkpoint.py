@@ -25,6 +25,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     updates: int
     seed: int
+    critic_updates: int = 0
+    reference: str = ""
+    """Hash of the weights that the policy is compared with; empty where it is not compared."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,13 +19,16 @@ class TrainingRow:
     response: tuple[int, ...]
     behaviour_logprobs: tuple[float, ...]  # (len(response),) of the distribution truly sampled from
     reward: float
+    truncated: bool = False
+    """Whether the answer was cut off at its longest length."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What one update did. `figures` are numbers by name (`loss`, `grad_norm`, `k3_kl`, `ess`, `clip_fraction` …).
 
-    `updated` is False when no group had a varying reward: nothing was changed, not even by momentum.
+    `updated` is False when the policy stays as it was, not even moved by momentum: no answer had an advantage, or only
+    the critic is learning yet.
     """
 
     updated: bool

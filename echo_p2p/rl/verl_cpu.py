@@ -1,4 +1,4 @@
-"""verl on a machine without an accelerator: a CPU platform and the CPU registration of its FSDP2 engine.
+"""verl in this process, on a machine without an accelerator too: its platform and its process group.
 
 Through verl's public plug points only. Nothing happens on import: `prepare_verl` must run before anything else of verl
 is imported. On CUDA it leaves verl's own platform in place. Knows no training.
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from echo_p2p.errors import TrainerError
+from echo_p2p.rl.verl_engines import register_engines
 
 logger = logging.getLogger(__name__)
 
@@ -49,19 +50,25 @@ def prepare_verl(device: str) -> None:
         _join_world_of_one(device)
         # Warns once of a renamed function of torch's own, which nested tensors call.
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-        if device == "cpu":
-            _register_engine()
+    # A value head's output is a view, and nothing writes into it.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    with quietly():
+        register_engines(device)
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
     """Turns what verl and transformers print, draw and warn of inside the block into debug lines of our log."""
     said = io.StringIO()
+    transformers = logging.getLogger("transformers")  # writes to the stderr of when it was imported
+    level = transformers.level
+    transformers.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             warnings.simplefilter("ignore")
             yield
     finally:
+        transformers.setLevel(level)
         for line in said.getvalue().splitlines():
             logger.debug("verl: %s", line)
 
@@ -98,31 +105,6 @@ def _join_world_of_one(device: str) -> None:
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
     sys.excepthook = hook
-
-
-def _register_engine() -> None:
-    engines = importlib.import_module("verl.workers.engine")
-    engine = type("CpuEngine", (_CpuEngine, engines.FSDPEngineWithLMHead), {})
-    engines.EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device="cpu")(engine)
-
-
-class _CpuEngine:
-    """verl's FSDP2 engine with log-probabilities of all tokens at once.
-
-    Without flash-attention's kernel, verl's own loop over tokens costs as much as the forward pass of a small model.
-    """
-
-    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, **_: Any) -> dict[str, Any]:
-        """Log-probabilities, and entropies if asked for, of packed sequences: nested (rows, tokens of the row)."""
-        offsets = micro_batch["input_ids"].offsets()
-        logits = output.logits / output_args["temperature"][:, None, None]  # (rows, longest, vocab)
-        real = torch.arange(logits.shape[1]) < offsets.diff()[:, None]  # (rows, longest)
-        logprobs = torch.log_softmax(logits[real], dim=-1)  # (tokens, vocab)
-        following = output_args["input_ids_rmpad_rolled"][:, None]  # (tokens, 1)
-        packed = {"log_probs": logprobs.gather(-1, following)[:, 0]}
-        if importlib.import_module("verl.utils.tensordict_utils").get(micro_batch, "calculate_entropy", default=False):
-            packed["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
-        return {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in packed.items()}
 
 
 def _cpu_device_module() -> types.ModuleType:

@@ -57,7 +57,8 @@ class Replica:
     """Some parts' weights at the newest staged version, and the updates that the live stage hasn't applied yet.
 
     Takes over the arrays of `initial` (the tensors of the stage, or of its adapter) and replaces, never changes them.
-    `version` names what they are, if that is known.
+    `version` names what they are, if that is known. `report` hears of bytes that have come, and of all that are on
+    their way, for each version anew.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Replica:
         *,
         version: PolicyVersion | None = None,
         prepare_timeout_s: float = 60.0,
+        report: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self._shadow: dict[str, Mapping[str, Bits]] = {**by_part(initial)}
         self._parts = tuple(self._shadow)
@@ -78,6 +80,8 @@ class Replica:
         self._staging = trio.Lock()
         self._lies: OrderedDict[Chunk, None] = OrderedDict()  # whose blobs don't do what they say
         self._counts: Counter[str] = Counter()
+        self._report = report
+        self._expected_bytes = self._arrived_bytes = 0  # of the version that is being staged
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -157,7 +161,10 @@ class Replica:
         self, routes: Mapping[str, Route], wanted: Mapping[str, bytes], fetch: FetchChunk
     ) -> dict[str, Brought]:
         """Each part at its new version, but those whose chunks lead elsewhere."""
-        self._store.pin(PINS, [chunk.hash for route in routes.values() for chunk in route.chunks])
+        chunks = {chunk for route in routes.values() for chunk in route.chunks}
+        self._store.pin(PINS, [chunk.hash for chunk in chunks])
+        self._arrived_bytes = 0
+        self._expected_bytes = sum(chunk.size_bytes for chunk in chunks if chunk.hash not in self._store)
         brought: dict[str, Brought] = {}
         slots = trio.CapacityLimiter(PARTS_AT_ONCE)
 
@@ -210,6 +217,8 @@ class Replica:
             raise CorruptChunk(f"chunk {chunk.hash.hex()[:12]} of {chunk.part} arrived corrupt {_FETCH_ATTEMPTS} times")
         self._counts["chunks_fetched"] += 1
         self._counts["bytes_fetched"] += len(blob)
+        self._arrived_bytes += len(blob)
+        self._report(self._arrived_bytes, max(self._arrived_bytes, self._expected_bytes))
         try:
             await trio.to_thread.run_sync(self._store.put, blob)
         except WeightsError as error:

@@ -18,6 +18,7 @@ from echo_p2p.errors import CorruptChunk, NetError, RemoteError, TrainerError
 from echo_p2p.net.base import Message
 from echo_p2p.net.blobs import fetch_blob
 from echo_p2p.presence import Presence
+from echo_p2p.rl.algorithms import step_size
 from echo_p2p.rl.buffer import ADDED, DUPLICATE, ReplayBuffer, StoredRollout
 from echo_p2p.swarm import Run
 from echo_protocols import names
@@ -50,6 +51,7 @@ class BufferGather:
         self._run = run
         self._learner = learner
         self._buffer = buffer
+        self._size = step_size(run.manifest.algorithm, run.manifest.groups_per_step)
         self.statistics = buffer.statistics()
         self._arrived = trio.Event()
         self._fetching: Counter[str] = Counter()  # large groups by worker, waiting ones included
@@ -68,7 +70,7 @@ class BufferGather:
             self._nursery.start_soon(self._receive, names.large_rollout_topic(swarm), self._consider_large)
 
     async def next_batch(self) -> Sequence[Graded]:
-        """Wait until enough groups are fresh enough; take the freshest."""
+        """Wait until enough groups are fresh enough, and of varying rewards if asked for; take the freshest."""
         while True:
             arrived = self._arrived
             if batch := await trio.to_thread.run_sync(self._take):
@@ -76,9 +78,9 @@ class BufferGather:
             await arrived.wait()
 
     def _take(self) -> Sequence[Graded]:
-        learner, manifest = self._learner, self._run.manifest
+        learner, size = self._learner, self._size
         taken = self._buffer.take(
-            manifest.groups_per_step, step=learner.version.step + 1, lag=self._lag, max_lag=self.lag_bound
+            size.groups, step=learner.version.step + 1, lag=self._lag, max_lag=self.lag_bound, bound=size.bound
         )
         self.statistics = self._buffer.statistics()
         opened = [reopen(each.rollout.body, ROLLOUT) for each in taken]
@@ -170,6 +172,7 @@ class BufferGather:
 
     def _store(self, opened: Opened[RolloutGroup], data: bytes) -> bool:
         group = opened.payload
+        graded = grade(self._learner.prompts, opened.signer, group)
         added = self._buffer.add(
             StoredRollout(
                 worker=opened.signer,
@@ -177,7 +180,8 @@ class BufferGather:
                 version=group.oldest,
                 newest=group.newest,
                 body=data,
-                reward=grade(self._learner.prompts, opened.signer, group).reward,
+                reward=graded.reward,
+                varies=graded.varies,
                 accepted_at=time.time(),
             )
         )

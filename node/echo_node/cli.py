@@ -16,6 +16,7 @@ import click
 
 from echo_p2p.config import NodeConfig, load_config
 from echo_p2p.errors import ConfigError, EchoError
+from echo_p2p.rl.algorithms import recipe_of
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ECHO", "show_default": True}
 
@@ -143,6 +144,8 @@ def join(ctx: click.Context, /, role: str, **flags: Any) -> None:
     config = node_config(role, flags)
     if role == "inference":
         engines_to_try(config.inference.engine, config.inference.device, this_machine())
+    else:
+        recipe_of(config.run.algorithm)  # an unknown name is said before anything is loaded
     _run_node(ctx, config)
 
 
@@ -176,9 +179,11 @@ def co_located(ctx: click.Context, config: Path | None, settings: tuple[str, ...
     overrides = dict(_setting(text) for text in settings) | {"role": "trainer"}
     if steps is not None:
         overrides["trainer.steps"] = steps
+    loaded = load_config(config, overrides)
+    recipe_of(loaded.run.algorithm)
     from echo_node.co_located import run_co_located
 
-    _leave(run_co_located(load_config(config, overrides), ctx.obj))
+    _leave(run_co_located(loaded, ctx.obj))
 
 
 @main.command()
@@ -199,7 +204,8 @@ def demo(json_path: Path | None, settings: tuple[str, ...], **options: Any) -> N
     """Watch a whole swarm learn on this machine: five processes on loopback, over the real network stacks."""
     from echo_node.demo import DemoOptions, run_demo
 
-    load_config(None, dict(_setting(text) for text in settings))  # a wrong key is said here, not by a node
+    config = load_config(None, dict(_setting(text) for text in settings))  # a wrong key is said here, not by a node
+    recipe_of(config.run.algorithm)
     sys.exit(run_demo(DemoOptions(json_path=json_path, settings=settings, **options)))
 
 

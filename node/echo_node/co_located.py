@@ -9,6 +9,7 @@ import signal
 import msgspec
 import trio
 
+from echo_node.gather import enough
 from echo_node.learner import Learner
 from echo_node.learning import Graded, grade
 from echo_node.places import Places
@@ -21,6 +22,7 @@ from echo_p2p.chain.stage import Stage
 from echo_p2p.chain.torch_stage import load_stage
 from echo_p2p.config import NodeConfig
 from echo_p2p.identity import load_or_create
+from echo_p2p.rl.algorithms import step_size
 from echo_p2p.tensors import TensorUpdate
 from echo_p2p.weights.publish import Publisher
 from echo_p2p.weights.store import Store
@@ -85,10 +87,16 @@ async def _train(config: NodeConfig, places: Places) -> None:
     await trio.to_thread.run_sync(weights.switch, learner.version, stage)
     host = StageHost(peer, stage, weights, learner.version)
     ring = Ring((Stop(peer=peer, span=span),), manifest.run_id(), lanes=1, rows=manifest.group_size, exclusive=True)
+    size = step_size(manifest.algorithm, manifest.groups_per_step)
     async with open_chain(ring, host) as driver:
         while config.trainer.steps is None or learner.version.step < config.trainer.steps:
             started = trio.current_time()
-            batch = [await _answer(manifest, learner, driver, peer, slot) for slot in _slots(manifest, learner)]
+
+            async def ask(first: int, count: int) -> list[Graded]:
+                slots = [Slot(step=learner.version.step + 1, slot=slot) for slot in range(first, first + count)]
+                return [await _answer(manifest, learner, driver, peer, slot) for slot in slots]
+
+            batch = await enough(size, ask)
             waited_s = trio.current_time() - started
             learned = await trio.to_thread.run_sync(learner.learn, batch, waited_s)
             record, release = await trio.to_thread.run_sync(learner.publish, learned)
@@ -97,17 +105,13 @@ async def _train(config: NodeConfig, places: Places) -> None:
             log.info("step %d: reward %.3f", record.step, record.reward_mean)
 
 
-def _slots(manifest: RunManifest, learner: Learner) -> list[Slot]:
-    return [Slot(step=learner.version.step + 1, slot=slot) for slot in range(manifest.groups_per_step)]
-
-
 async def _answer(manifest: RunManifest, learner: Learner, driver: ChainDriver, peer: str, slot: Slot) -> Graded:
     place: Place = ("slot", slot.step, slot.slot)
     index = prompt_index(manifest.randomness(), place, manifest.prompts)
     prompt = learner.prompts.ids(index)
     samples = await driver.generate(group_request(manifest, place, prompt))
     group = RolloutGroup(
-        counter=(slot.step - 1) * manifest.groups_per_step + slot.slot,
+        counter=(slot.step - 1) * step_size(manifest.algorithm, manifest.groups_per_step).bound + slot.slot,
         prompt_index=index,
         slot=slot,
         samples=samples,

@@ -5,7 +5,7 @@ Knows neither how a batch is gathered nor how a policy learns.
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import trio
@@ -37,6 +37,8 @@ class Course:
     def __init__(self, board: Board, run: Run, learner: Learner, herald: Herald) -> None:
         self.herald = herald
         self.standing = Standing()
+        self.lacking: Callable[[], str] = str
+        """What is missing for a chain, in words; set by whoever knows the plan."""
         self._board = board
         self._run = run
         self._learner = learner
@@ -138,7 +140,7 @@ class Course:
 
     def refused(self) -> Mapping[str, int]:
         """What was admitted but never trained on, by reason."""
-        return self.gather.refused() if isinstance(self.gather, BufferGather) else {}
+        return self.gather.refused()
 
     def view(self) -> TrainerView:
         """What the state document says of the training."""
@@ -165,6 +167,8 @@ class Course:
         )
 
     def _advice(self) -> str:
+        if lacking := self.lacking():
+            return lacking
         recent = self._past[-20:]
         if not recent:
             return ""

@@ -4,11 +4,12 @@ Knows no engine, no release and no version: lag is for those who hold the lineag
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from echo_node.learning import Graded
 from echo_p2p.presence import Presence
+from echo_p2p.rl.algorithms import StepSize, missing
 from echo_p2p.swarm import Run
 from echo_protocols.envelope import ROLLOUT, Opened, Refusal
 from echo_protocols.rollout import RolloutGroup, group_fault
@@ -25,7 +26,21 @@ class Gather(Protocol):
         """Receive in the background until cancelled."""
 
     async def next_batch(self) -> Sequence[Graded]:
-        """The groups of the learner's next step, in the order to train them in."""
+        """All groups that are looked at for the learner's next step, in the order to train in."""
+
+    def refused(self) -> Mapping[str, int]:
+        """What was admitted but never trained on, by reason."""
+
+
+async def enough(size: StepSize, ask: Callable[[int, int], Awaitable[Sequence[Graded]]]) -> list[Graded]:
+    """Groups from `ask(first, count)` until so many vary as a step trains on, or its bound is reached.
+
+    What is asked for depends on the answers alone, not on their order or their makers: any way to sample ends alike.
+    """
+    batch: list[Graded] = []
+    while more := missing([graded.varies for graded in batch], size):
+        batch += await ask(len(batch), more)
+    return batch
 
 
 def check_group(presence: Presence, run: Run, data: bytes, *, once: bool) -> Opened[RolloutGroup] | Refusal:

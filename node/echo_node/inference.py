@@ -3,21 +3,26 @@
 import logging
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 import trio
 
 from echo_node.board import Board
 from echo_node.feed import Feed
+from echo_node.model_files import open_model
 from echo_node.places import Places
 from echo_node.produce import Counter
 from echo_node.prompts import Prompts, load_prompts
-from echo_node.serve import Assignment, Service
-from echo_p2p.chain.shape import layers_that_fit, model_shape
-from echo_p2p.config import InferenceConfig, NodeConfig
-from echo_p2p.errors import ChainError, ConfigError, ModelError, NetError, WeightsError
-from echo_p2p.models import resolve_model
+from echo_node.run_model import RunModel
+from echo_node.serve import Service
+from echo_p2p.chain.fit import layers_on, refusal
+from echo_p2p.chain.pricing import Device
+from echo_p2p.chain.workload import workload_of
+from echo_p2p.config import InferenceConfig
+from echo_p2p.errors import ChainError, ConfigError, ModelError, NetError, RemoteError, WeightsError
 from echo_p2p.net.blobs import serve_blobs
 from echo_p2p.net.uplink import Uplink
 from echo_p2p.presence import Presence
@@ -25,37 +30,49 @@ from echo_p2p.swarm import Run, Swarm
 from echo_p2p.weights.store import Store
 from echo_protocols.peer import Capacity
 from echo_protocols.run import RunManifest
+from echo_protocols.values import Span
 
 log = logging.getLogger(__name__)
 
 _SERVE_AGAIN_S = 1.0
+_ASK_AGAIN_S = 3.0
 
 
 async def run_inference(board: Board, places: Places) -> None:
     """Serve one run after the other until cancelled. Raises ModelError when this device can't hold a layer."""
     if hasattr(os, "nice"):
         os.nice(board.config.inference.nice)
-    run, prompts = await _find_run(board.presence, board.config)
+    joined = await _find_run(board, places)
     while True:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_serve_run, board, places, run, prompts)
-            while (following := successor(run, board.presence.swarm.runs)) is None:
+            nursery.start_soon(_serve_run, board, places, joined)
+            while (following := successor(joined.run, board.presence.swarm.runs)) is None:
                 await board.presence.swarm.changed()
-            log.info("the trainer of run %s has begun another", run.run_id.hex()[:12])
+            log.info("the trainer of run %s has begun another", joined.run.run_id.hex()[:12])
             nursery.cancel_scope.cancel()
-        run, prompts = following, await trio.to_thread.run_sync(load_prompts, following.manifest)
+        joined = await _join_first(board, places, [following]) or await _find_run(board, places)
 
 
-async def _serve_run(board: Board, places: Places, run: Run, prompts: Prompts) -> None:
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """A run that can be served: its model's small files are here."""
+
+    run: Run
+    model: RunModel
+    prompts: Prompts
+    store: Store
+
+
+async def _serve_run(board: Board, places: Places, joined: _Joined) -> None:
     presence, config = board.presence, board.config.inference
+    run, store = joined.run, joined.store
     log.info("run %s: %s, task %s", run.run_id.hex()[:12], run.manifest.model, run.manifest.task.name)
     presence.swarm.join(run)
-    capacity = await trio.to_thread.run_sync(measure_capacity, config, run.manifest)
-    folder = places.run(run.run_id)
-    store = await trio.to_thread.run_sync(Store, folder / "blobs", config.store_bytes)
+    capacity = await trio.to_thread.run_sync(measure_capacity, config, run.manifest, joined.model.folder)
     feed = Feed(presence, run, store)
-    service = Service(board, run, prompts, feed, store, Counter(folder / "counter"))
-    presence.figures = service.figures
+    counter = Counter(places.run(run.run_id) / "counter")
+    service = Service(board, run, joined.model, joined.prompts, feed, store, counter)
+    presence.figures, presence.busy = service.figures, service.busy
     board.inference, board.refused = service.view, service.refused
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run)
@@ -70,59 +87,55 @@ async def _serve_run(board: Board, places: Places, run: Run, prompts: Prompts) -
             )
         )
         presence.say(run_id=run.run_id, capacity=capacity, span=None)
+        nursery.start_soon(service.run)
         await _follow_plan(presence, service)
 
 
 async def _follow_plan(presence: Presence, service: Service) -> None:
-    """Serve one assignment after the other until cancelled."""
+    """Hold one span after the other until cancelled."""
     while True:
-        assignment = assignment_of(presence)
-        presence.say(span=assignment.span if assignment else None)
-        if assignment is None:
+        span = span_of(presence)
+        presence.say(span=span)
+        if span is None:
             log.info("no chain needs this peer yet; waiting for a plan")
-            while assignment_of(presence) is None:
+            while span_of(presence) is None:
                 await presence.swarm.changed()
             continue
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_keep_serving, service, assignment)
-            while assignment_of(presence) == assignment:
+            nursery.start_soon(_keep_serving, service, span)
+            while span_of(presence) == span:
                 await presence.swarm.changed()
-            log.info("the plan has changed; leaving span %s", assignment.span)
+            log.info("the plan has changed; leaving span %s", span)
             nursery.cancel_scope.cancel()
 
 
-async def _keep_serving(service: Service, assignment: Assignment) -> None:
-    """Serve one assignment until cancelled; what the network does to it is no reason to leave the swarm."""
+async def _keep_serving(service: Service, span: Span) -> None:
+    """Hold a span until cancelled; what the network does to it is no reason to leave the swarm."""
     while True:
         try:
-            await service.serve(assignment)
+            await service.serve(span)
         except* (NetError, WeightsError, ChainError) as failures:
-            log.warning("span %s failed (%s); serving it again", assignment.span, failures.exceptions[0])
+            log.warning("span %s failed (%s); serving it again", span, failures.exceptions[0])
         await trio.sleep(_SERVE_AGAIN_S)
 
 
-def assignment_of(presence: Presence) -> Assignment | None:
-    """What the latest plan wants of this peer."""
-    plan, peer = presence.swarm.plan, presence.identity.peer_id
-    chain = plan.chain_of(peer) if plan else None
-    if chain is None:
-        return None
-    return Assignment(chain, next(stop.span for stop in chain if stop.peer == peer))
+def span_of(presence: Presence) -> Span | None:
+    """What the latest plan wants this peer to hold."""
+    plan = presence.swarm.plan
+    return plan.span_of(presence.identity.peer_id) if plan else None
 
 
-def measure_capacity(config: InferenceConfig, manifest: RunManifest) -> Capacity:
-    """What this device can hold of the run's model. Raises ModelError when not even a layer fits."""
-    path = resolve_model(manifest.model)
-    memory = int(psutil.virtual_memory().available * config.memory_share)
-    layers = layers_that_fit(path, memory)
+def measure_capacity(config: InferenceConfig, manifest: RunManifest, path: Path) -> Capacity:
+    """What this device can hold of the run's model, in `path`. Raises ModelError when not even a layer fits."""
+    work, free = workload_of(path, manifest), psutil.virtual_memory().available
+    device = Device(max_layers=work.layers, memory_bytes=int(free * config.memory_share))
+    layers = layers_on(device, work)
     if layers == 0:
-        raise ModelError(
-            f"not one layer of {manifest.model} ({model_shape(path).size_bytes >> 20} MiB) fits into the "
-            f"{memory >> 20} MiB that inference.memory_share={config.memory_share} allows; free memory or raise it."
-        )
+        share = config.memory_share
+        raise ModelError(refusal(work, manifest.model, free_bytes=free, share=share, value_bytes=device.value_bytes))
     return Capacity(
         max_layers=min(layers, config.max_layers or layers),
-        memory_bytes=memory,
+        memory_bytes=device.memory_bytes,
         device="cpu" if config.device == "auto" else config.device,
     )
 
@@ -147,21 +160,43 @@ def candidates(swarm: Swarm, owner: str, told: Collection[str]) -> list[Run]:
     return sorted(live, key=lambda run: run.owner not in told)
 
 
-async def _find_run(presence: Presence, config: NodeConfig) -> tuple[Run, Prompts]:
-    """A run of this swarm with a live trainer, and its prompts. Raises ModelError, ConfigError if we can serve none."""
-    swarm = presence.swarm
+async def _find_run(board: Board, places: Places) -> _Joined:
+    """A run of this swarm with a live trainer that we can serve. Raises ModelError, ConfigError if there is none."""
+    swarm, config = board.presence.swarm, board.config
     log.info("looking for a run in swarm %s", swarm.name)
     told = {address.rpartition("/p2p/")[2] for address in config.network.peers}
-    while not (found := candidates(swarm, config.inference.owner, told)):
-        await swarm.changed()
-    if len(found) > 1:
-        log.warning(
-            "swarm %s has %d runs; taking that of trainer %s: choose another with --set inference.owner=PEER",
-            swarm.name, len(found), found[0].owner,
-        )  # fmt: skip
-    for run in found[:-1]:
+    while True:
+        while not (found := candidates(swarm, config.inference.owner, told)):
+            await swarm.changed()
+        if len(found) > 1:
+            log.warning(
+                "swarm %s has %d runs; taking that of trainer %s: choose another with --set inference.owner=PEER",
+                swarm.name, len(found), found[0].owner,
+            )  # fmt: skip
+        if joined := await _join_first(board, places, found):
+            return joined
+        await trio.sleep(_ASK_AGAIN_S)
+
+
+async def _join_first(board: Board, places: Places, runs: Sequence[Run]) -> _Joined | None:
+    """The first of some runs that can be served; None if the last one's files can't be had now.
+
+    Raises ModelError, ConfigError if the last one can't be served at all.
+    """
+    for run in runs:
         try:
-            return run, await trio.to_thread.run_sync(load_prompts, run.manifest)
+            return await _join(board, places, run)
         except (ModelError, ConfigError) as error:
+            if run is runs[-1]:
+                raise
             log.warning("run %s of %s can't be served: %s", run.run_id.hex()[:12], run.owner, error)
-    return found[-1], await trio.to_thread.run_sync(load_prompts, found[-1].manifest)
+        except (WeightsError, NetError, RemoteError) as error:
+            log.warning("the files of run %s can't be had yet: %s", run.run_id.hex()[:12], error)
+    return None
+
+
+async def _join(board: Board, places: Places, run: Run) -> _Joined:
+    folder, config, presence = places.run(run.run_id), board.config.inference, board.presence
+    store = await trio.to_thread.run_sync(Store, folder / "blobs", config.store_bytes)
+    model = await open_model(run, presence.swarm, presence.hive, folder / "model", store, config.model)
+    return _Joined(run, model, await trio.to_thread.run_sync(load_prompts, run.manifest, model.folder), store)

@@ -16,6 +16,7 @@ from echo_node.places import write_whole
 from echo_node.prompts import Prompts
 from echo_p2p.config import TrainerConfig
 from echo_p2p.errors import TrainerError
+from echo_p2p.rl.algorithms import StepSize, chosen
 from echo_p2p.rl.trainer import StepReport, Trainer
 from echo_p2p.tensors import Bits
 from echo_p2p.weights.publish import Publisher
@@ -44,6 +45,7 @@ class Learned:
     before: PolicyVersion
     after: PolicyVersion
     groups: tuple[TrainedGroup, ...]
+    sampled_rewards: tuple[float, ...]
     report: StepReport
     weights: Mapping[str, Bits]
     waited_s: float
@@ -58,9 +60,19 @@ class Learner:
     """
 
     def __init__(
-        self, folder: Path, *, engine: Trainer, publisher: Publisher, prompts: Prompts, config: TrainerConfig
+        self,
+        folder: Path,
+        *,
+        engine: Trainer,
+        publisher: Publisher,
+        prompts: Prompts,
+        config: TrainerConfig,
+        size: StepSize | None = None,
     ) -> None:
-        """Resumes if `folder` holds a run. Raises TrainerError if its checkpoint is damaged."""
+        """Resumes if `folder` holds a run. Raises TrainerError if its checkpoint is damaged.
+
+        A step trains on no more groups of a batch than `size` says: on those whose rewards differ first.
+        """
         self.log = RunLog(folder)
         self.lineage = Lineage()
         self.version = PolicyVersion(epoch=0, step=0)
@@ -71,6 +83,7 @@ class Learner:
         self._engine = engine
         self._publisher = publisher
         self._config = config
+        self._size = size
         self._busy_s = self._waited_s = 0.0
         self._learned = 0
         self._saved = -1
@@ -99,8 +112,14 @@ class Learner:
         return self._engine.weights()
 
     def learn(self, batch: Sequence[Graded], waited_s: float) -> Learned:
-        """One step: the engine's update, and a copy of the weights that it led to. Raises TrainerError."""
+        """One step: the engine's update, and a copy of the weights that it led to. Raises TrainerError.
+
+        With dynamic sampling, the batch is all that was looked at; what to train on is chosen here.
+        """
         before, self._sound = self.version, False  # whatever fails now may leave the engine ahead of the version
+        sampled = tuple(graded.reward for graded in batch)
+        if self._size is not None:
+            batch = [batch[place] for place in chosen([graded.varies for graded in batch], self._size)]
         groups = trained_groups(batch, self.lineage, before)
         report, step_s = update(self._engine, self.prompts, batch)
         weights = self._engine.weights()
@@ -110,7 +129,7 @@ class Learner:
             self._waited_s += waited_s
         self._learned += 1
         self._sound = True
-        return Learned(before, self.version, groups, report, weights, waited_s, step_s, self.idle_share)
+        return Learned(before, self.version, groups, sampled, report, weights, waited_s, step_s, self.idle_share)
 
     def publish(self, learned: Learned) -> tuple[StepRecord, Release]:
         """Release a step (still to be sealed) and log it; the next one may be learned meanwhile.
@@ -126,6 +145,7 @@ class Learner:
             self.log,
             version=learned.before,
             groups=learned.groups,
+            sampled_rewards=learned.sampled_rewards,
             report=learned.report,
             release=release,
             waited_s=learned.waited_s,

@@ -38,6 +38,11 @@ class Graded:
         """Mean over the samples."""
         return sum(self.rewards) / len(self.rewards)
 
+    @property
+    def varies(self) -> bool:
+        """Whether the samples differ in their rewards: only then they say what was better."""
+        return len(set(self.rewards)) > 1
+
 
 class TrainedGroup(Struct, frozen=True, kw_only=True):
     """A group in the run's log."""
@@ -51,7 +56,11 @@ class TrainedGroup(Struct, frozen=True, kw_only=True):
 
 
 class StepRecord(Struct, frozen=True, kw_only=True):
-    """One line of `steps.jsonl`. `version` is the policy that the step started from; `policy_hash` what it led to."""
+    """One line of `steps.jsonl`. `version` is the policy that the step started from; `policy_hash` what it led to.
+
+    `groups` are those that were trained on; `reward_mean` is over all that were looked at for the step, `passed_over`
+    groups of equal rewards included.
+    """
 
     step: int
     version: str
@@ -67,6 +76,7 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     figures: dict[str, float]
     wall_s: float
     at: float
+    passed_over: int = 0
 
 
 def grade(prompts: Prompts, worker: str, group: RolloutGroup) -> Graded:
@@ -94,6 +104,7 @@ def training_rows(prompts: Prompts, batch: Sequence[Graded]) -> tuple[TrainingRo
             response=sample.tokens,
             behaviour_logprobs=sample.logprobs,
             reward=reward,
+            truncated=sample.finish == "length",
         )
         for place, graded in enumerate(batch)
         for prompt in [prompts.ids(graded.group.prompt_index)]
@@ -166,17 +177,18 @@ def record_step(
     *,
     version: PolicyVersion,
     groups: tuple[TrainedGroup, ...],
+    sampled_rewards: Sequence[float],
     report: StepReport,
     release: Release,
     waited_s: float,
     step_s: float,
     idle_share: float,
 ) -> StepRecord:
-    """Write a step into the run's log."""
+    """Write a step into the run's log. `sampled_rewards` are of all groups that were looked at for it."""
     record = StepRecord(
         step=release.version.step,
         version=str(version),
-        reward_mean=sum(group.reward_mean for group in groups) / len(groups),
+        reward_mean=sum(sampled_rewards) / len(sampled_rewards),
         updated=report.updated,
         groups=groups,
         release_bytes=release.patch_bytes,
@@ -188,6 +200,7 @@ def record_step(
         figures={name: float(value) for name, value in report.figures.items() if math.isfinite(value)},
         wall_s=log.wall_s,
         at=time.time(),
+        passed_over=len(sampled_rewards) - len(groups),
     )
     log.append(record)
     return record

@@ -65,6 +65,8 @@ def _trainer_metrics(view: TrainerView) -> Iterator[Metric]:
 
 def _inference_metrics(view: InferenceView) -> Iterator[Metric]:
     yield _counter("echo_inference_groups", "Rollout groups generated.", view.groups)
+    yield _counter("echo_inference_groups_resumed", "Times that a group went on in another ring.", view.resumed)
+    yield _counter("echo_inference_groups_dropped", "Groups that no ring could finish in time.", view.dropped)
     yield _counter("echo_inference_tokens", "Tokens generated.", view.tokens)
     yield _counter("echo_inference_version_switches", "Switches to a newer policy version.", view.switches)
     yield _gauge("echo_inference_tokens_per_second", "Tokens generated each second, lately.", view.tokens_per_s)

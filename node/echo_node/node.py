@@ -12,6 +12,7 @@ from echo_node.api import build_app, serve_http
 from echo_node.board import SOFTWARE, Board, join_line
 from echo_node.logs import Journal
 from echo_node.places import Places, only_node, whereabouts
+from echo_node.progress import showing
 from echo_node.state import Whereabouts
 from echo_p2p.config import NodeConfig
 from echo_p2p.errors import ConfigError
@@ -43,7 +44,8 @@ def check_start(config: NodeConfig) -> None:
         if port:
             _check_free(network.host, port, flag)
     if config.role == "trainer":
-        resolve_model(config.run.model)
+        with showing(f"fetching {config.run.model}") as report:
+            resolve_model(config.run.model, report)
 
 
 def _check_free(host: str, port: int, flag: str) -> None:

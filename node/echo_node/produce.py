@@ -1,42 +1,49 @@
-"""The head of a chain at work: groups made all the time and gossiped (asynchronous), or made on call (sequential).
+"""The head of a chain at work: makes groups with whatever ring is open, and finishes what a ring left unfinished.
 
-Knows no reward, no engine and no way to fetch weights.
+A group outlives the ring that it began in: whoever makes it waits for the next one, and goes on there with the tokens
+so far. Knows no reward, no engine, no way to fetch weights and no way to deliver a group.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import trio
 
-from echo_node.feed import Feed
 from echo_node.places import write_whole
 from echo_node.prompts import Prompts
 from echo_p2p.chain.answerer import Answerer
-from echo_p2p.chain.group import GroupRequest
-from echo_p2p.errors import ChainError, EchoError, FrameTooLarge, NetError, StreamClosed, WeightsError
-from echo_p2p.net.base import GOSSIP_MAX_BYTES, Stream
+from echo_p2p.chain.driver import ChainDriver
+from echo_p2p.chain.group import GroupRequest, SoFar
+from echo_p2p.chain.link import ChainBroken, GroupBroken
+from echo_p2p.errors import ChainError, EchoError, WeightsError
 from echo_p2p.presence import Presence
 from echo_p2p.swarm import Run
 from echo_p2p.weights.fetch import Replica
-from echo_p2p.weights.store import Store
-from echo_protocols import names
-from echo_protocols.envelope import LARGE_ROLLOUT, PULL, ROLLOUT, Refusal
-from echo_protocols.rollout import LargeRollout, RolloutGroup, Slot
+from echo_protocols.envelope import ROLLOUT
+from echo_protocols.rollout import RolloutGroup, Slot
 from echo_protocols.run import RunManifest
-from echo_protocols.sync import PullReply, PullRequest, may_generate
+from echo_protocols.sync import may_generate
 from echo_protocols.uniform import Place, group_id, prompt_index
 from echo_protocols.values import PolicyVersion
 
 log = logging.getLogger(__name__)
 
 SWITCH_TIMEOUT_S = 60.0
-_PULL_IDLE_S = 20.0
-_SEND_DEADLINE_S = 30.0
-_RETRY_S = 1.0
+RETRY_S = 1.0
+
+Fit = Callable[[Answerer, SoFar | None], Awaitable[SoFar | None]]
+"""Makes a ring ready for a group, and says what of its tokens may stay.
+
+Raises GroupDropped, ChainError, WeightsError.
+"""
+
+
+class GroupDropped(EchoError):
+    """A group that no ring can finish any more within the run's rules; nothing of it is delivered."""
 
 
 class Counter:
@@ -65,168 +72,139 @@ class Counter:
 
 
 class Head:
-    """Makes groups with one chain. `made` counts them; `activity` says in words what it does."""
+    """Makes groups for as long as a peer serves a run, with one ring after the other.
 
-    def __init__(
-        self,
-        presence: Presence,
-        run: Run,
-        prompts: Prompts,
-        driver: Answerer,
-        counter: Counter,
-        store: Store,
-    ) -> None:
-        self.made = 0
+    `made` and `dropped` count groups that were finished and that no ring could finish in time; `resumed` counts how
+    often one went on in another ring.
+    """
+
+    def __init__(self, presence: Presence, run: Run, prompts: Prompts, counter: Counter) -> None:
+        self.made = self.resumed = self.dropped = 0
+        self.driver: Answerer | None = None
         self._presence = presence
         self._run = run
         self._prompts = prompts
-        self._driver = driver
         self._counter = counter
-        self._store = store
         self._switching = trio.Lock()
-        self._switched = trio.Event()
+        self._news = trio.Event()
 
-    async def make(self, slot: Slot | None) -> RolloutGroup:
-        """One group: of a slot, or of our own next counter. Raises ChainError."""
+    @contextmanager
+    def using(self, driver: Answerer) -> Iterator[None]:
+        """Make groups with the ring meanwhile."""
+        self.driver = driver
+        self._notify()
+        try:
+            yield
+        finally:
+            self.driver = None
+            self._notify()
+
+    async def ring(self) -> Answerer:
+        """The ring at hand, once there is one that works."""
+        while self.driver is None or self.driver.failed.is_set():
+            await self._news.wait()
+        return self.driver
+
+    async def changed(self) -> None:
+        """Return when a ring comes or goes, or has another version."""
+        await self._news.wait()
+
+    async def make(self, latest: Callable[[], PolicyVersion | None]) -> RolloutGroup:
+        """The group of our next counter, begun by whatever version is at hand.
+
+        Raises GroupDropped when a ring failed, and what was there when the next one opened is too old, by the `latest`
+        version, to be trained on. Raises ChainError for a group that the ring can't hold.
+        """
+
+        async def fit(driver: Answerer, so_far: SoFar | None) -> SoFar | None:
+            if so_far and not all(may_generate(each, latest(), max_lag) for each in so_far.versions):
+                self.dropped += 1
+                raise GroupDropped(f"a group of {so_far.token_count} tokens is older than the run allows")
+            return so_far
+
+        max_lag = self._run.manifest.max_lag
+        return await self._make(None, fit)
+
+    async def answer(self, slot: Slot, version: PolicyVersion) -> RolloutGroup:
+        """The group of a slot, all of it by `version`. Raises ChainError, WeightsError."""
+
+        async def fit(driver: Answerer, so_far: SoFar | None) -> SoFar | None:
+            await self.switch(driver, version)
+            return so_far if so_far and so_far.versions <= {version} else None
+
+        return await self._make(slot, fit)
+
+    async def _make(self, slot: Slot | None, fit: Fit) -> RolloutGroup:
         manifest = self._run.manifest
         counter = await trio.to_thread.run_sync(self._counter.take)
         place: Place = ("slot", slot.step, slot.slot) if slot else (self._presence.identity.peer_id, counter)
         index = prompt_index(manifest.randomness(), place, manifest.prompts)
         prompt = await trio.to_thread.run_sync(self._prompts.ids, index)
-        samples = await self._driver.generate(group_request(manifest, place, prompt))
-        self.made += 1
-        return RolloutGroup(
-            counter=counter,
-            prompt_index=index,
-            slot=slot,
-            samples=samples,
-            sampling_hash=manifest.sampling.hash(),
-            engine=self._driver.engine,
-        )
+        request = group_request(manifest, place, prompt)
+        so_far: SoFar | None = None
+        while True:
+            driver = await self.ring()
+            try:
+                so_far = await fit(driver, so_far)
+                samples = await driver.generate(request, None, so_far)
+            except ChainBroken as error:
+                so_far = error.so_far if isinstance(error, GroupBroken) else so_far
+                self.resumed += 1
+                continue
+            except ChainError:
+                self.dropped += so_far is not None
+                raise
+            self.made += 1
+            return RolloutGroup(
+                counter=counter,
+                prompt_index=index,
+                slot=slot,
+                samples=samples,
+                sampling_hash=manifest.sampling.hash(),
+                engine=driver.engine,
+            )
 
     def seal(self, group: RolloutGroup) -> bytes:
         """A group, signed."""
         return self._presence.sealer.seal(ROLLOUT, self._run.run_id, group, time.time())
 
-    async def switch(self, version: PolicyVersion) -> None:
+    async def switch(self, driver: Answerer, version: PolicyVersion) -> None:
         """Have the whole ring at `version`; no-op when it is. Raises WeightsError, ChainError."""
         async with self._switching:
-            if self._driver.version != version:
-                await self._driver.switch(version, SWITCH_TIMEOUT_S)
-                self._switched.set()
-                self._switched = trio.Event()
+            if driver.version != version:
+                await driver.switch(version, SWITCH_TIMEOUT_S)
+                self._notify()
 
-    # -- asynchronous -----------------------------------------------------------------------------------------------
-
-    async def push_for_ever(self, feed: Feed, replica: Replica, on_stall: Callable[[bool], None]) -> None:
-        """Generate on all lanes while the lag allows it, a group more for each; switch as soon as a release is staged.
-
-        Goes idle when the chain fails: `Answerer.failed` says so.
-        """
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._keep_switched, replica)
-            for _ in range(self._driver.groups_at_once(self._run.manifest.group_size)):
-                nursery.start_soon(self._push, feed, on_stall)
-
-    async def _keep_switched(self, replica: Replica) -> None:
+    async def keep_switched(self, driver: Answerer, replica: Replica) -> None:
+        """Switch as soon as a release is staged, until the ring fails."""
         while True:
-            staged = await replica.newer_than(self._driver.version)
+            staged = await replica.newer_than(driver.version)
             try:
-                await self.switch(staged)
+                await self.switch(driver, staged)
             except WeightsError as error:
-                log.warning("the chain stays at version %s: %s", self._driver.version, error)
-                await trio.sleep(_RETRY_S)
+                log.warning("the chain stays at version %s: %s", driver.version, error)
+                await trio.sleep(RETRY_S)
             except ChainError:
                 return  # said by whoever waits for the driver's failure
 
-    async def _push(self, feed: Feed, on_stall: Callable[[bool], None]) -> None:
-        max_lag = self._run.manifest.max_lag
-        while True:
-            if not may_generate(self._driver.version, feed.version, max_lag):
-                on_stall(True)
-                await self._switched.wait()
-                continue
-            on_stall(False)
-            try:
-                group = await self.make(None)
-            except ChainError:
-                return
-            try:
-                await self._publish(self.seal(group))
-            except (NetError, WeightsError) as error:
-                log.warning("a group of %d tokens could not be published: %s", group.token_count, error)
+    def _notify(self) -> None:
+        self._news.set()
+        self._news = trio.Event()
 
-    async def _publish(self, sealed: bytes) -> None:
-        presence, swarm = self._presence, self._presence.swarm.name
-        if len(sealed) <= GOSSIP_MAX_BYTES:
-            await presence.gossip.publish(names.rollout_topic(swarm), sealed)
-            return
-        hash = await trio.to_thread.run_sync(self._store.put, sealed)
-        pointer = LargeRollout(blob=hash, size_bytes=len(sealed))
-        message = presence.sealer.seal(LARGE_ROLLOUT, self._run.run_id, pointer, time.time())
-        await presence.gossip.publish(names.large_rollout_topic(swarm), message)
 
-    # -- sequential -------------------------------------------------------------------------------------------------
+async def bring_together(driver: ChainDriver, replica: Replica) -> None:
+    """Have all stops of a ring that was just opened at one version: the newest among them, or what came since.
 
-    async def answer_pulls(self) -> None:
-        """Serve the trainers' calls until cancelled."""
-        await self._presence.hive.serve(names.PULL, self._on_pull, max_frame_bytes=PULL.max_bytes + 512, max_streams=8)
-
-    async def _on_pull(self, stream: Stream) -> None:
-        border = self._presence.border
+    Raises ChainError.
+    """
+    wanted = max(driver.versions)
+    while set(driver.versions) != {wanted}:
         try:
-            with trio.fail_after(_PULL_IDLE_S):
-                data = await stream.receive()
-        except (NetError, trio.TooSlowError) as error:
-            border.refuse("oversized" if isinstance(error, FrameTooLarge) else "no-request", stream.peer)
-            log.debug("%s asked for nothing: %s", stream.peer, error)
-            return
-        opened = border.open(data, PULL, self._run.run_id, time.time(), once=True)
-        if isinstance(opened, Refusal):
-            return await self._fail(stream, opened.reason)
-        if opened.signer not in self._run.manifest.trainers:
-            border.refuse("not-a-trainer", opened.signer)
-            return await self._fail(stream, "only the run's trainers may call for rollouts")
-        try:
-            await self._answer(stream, opened.payload)
-        except (ChainError, WeightsError) as error:
-            await self._fail(stream, str(error))
-        except NetError as error:
-            log.info("the trainer left before all its slots were answered: %s", error)
-
-    async def _answer(self, stream: Stream, request: PullRequest) -> None:
-        await self.switch(request.version)
-        failures: list[EchoError] = []
-        sending = trio.Lock()
-
-        async def answer(slot: Slot) -> None:
-            try:
-                reply = PullReply(group=self.seal(await self.make(slot)))
-                async with sending:
-                    await _send(stream, reply)
-            except (ChainError, NetError) as error:
-                failures.append(error)
-                nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            for slot in request.slots:
-                nursery.start_soon(answer, slot)
-        if failures:
-            raise failures[0]
-
-    async def _fail(self, stream: Stream, reason: str) -> None:
-        try:
-            await _send(stream, PullReply(failure=reason[:1024]))
-        except NetError as error:
-            log.debug("a caller left before it heard of the failure: %s", error)
-
-
-async def _send(stream: Stream, reply: PullReply) -> None:
-    """Raises StreamClosed, also for a caller that takes nothing."""
-    with trio.move_on_after(_SEND_DEADLINE_S):
-        await stream.send(msgspec.msgpack.encode(reply))
-        return
-    raise StreamClosed(f"{stream.peer} took no answer for {_SEND_DEADLINE_S:g} s")
+            return await driver.switch(wanted, SWITCH_TIMEOUT_S)
+        except WeightsError as error:
+            log.warning("the stops of the chain are at different versions: %s", error)
+            with trio.move_on_after(RETRY_S):
+                wanted = await replica.newer_than(wanted)
 
 
 def group_request(manifest: RunManifest, place: Place, prompt: tuple[int, ...]) -> GroupRequest:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from echo_p2p.errors import ConfigError, ModelError
-from echo_p2p.models import decode, encode_prompt, load_tokenizer, resolve_model, tokenizer_hash
+from echo_p2p.models import decode, encode_prompt, load_tokenizer, model_folder, tokenizer_hash
 from echo_p2p.rl.tasks import Task, load_task
 from echo_protocols.run import RunManifest
 
@@ -26,14 +26,17 @@ class Prompts:
         return decode(self._tokenizer, list(tokens))
 
 
-def load_prompts(manifest: RunManifest) -> Prompts:
-    """Load what a manifest names. Raises ConfigError for an unknown task, ModelError for another tokenizer."""
+def load_prompts(manifest: RunManifest, folder: Path | None = None) -> Prompts:
+    """Load what a manifest names, the tokenizer from `folder` (default: where `model` is on this machine, its trainer).
+
+    Raises ConfigError for an unknown task, ModelError for another tokenizer.
+    """
     task = load_task(manifest.task.name, manifest.task.seed, **manifest.task.settings)
     if task.size < manifest.prompts:
         raise ConfigError(f"task {task.name} has {task.size} prompts, the run asks for {manifest.prompts}.")
-    found = bytes.fromhex(tokenizer_hash(manifest.model))
-    if found != manifest.tokenizer_hash:
+    path = model_folder(manifest.model) if folder is None else folder
+    if bytes.fromhex(tokenizer_hash(str(path))) != manifest.tokenizer_hash:
         raise ModelError(
             f"the tokenizer of {manifest.model} here differs from the run's; get the revision that the run names."
         )
-    return Prompts(task, load_tokenizer(manifest.model), resolve_model(manifest.model))
+    return Prompts(task, load_tokenizer(str(path)), path)

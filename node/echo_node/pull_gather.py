@@ -5,12 +5,12 @@ Knows no engine and no release. A head that fails is left alone for a while; its
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import trio
 
-from echo_node.gather import check_group
+from echo_node.gather import check_group, enough
 from echo_node.learner import Learner
 from echo_node.learning import Graded, grade
 from echo_node.prompts import Prompts
@@ -18,6 +18,8 @@ from echo_node.standing import Standing
 from echo_p2p.errors import NetError, RemoteError
 from echo_p2p.net.base import Stream
 from echo_p2p.presence import Presence
+from echo_p2p.rl.algorithms import step_size
+from echo_p2p.rl.buffer import EQUAL_REWARDS
 from echo_p2p.swarm import Run
 from echo_protocols import names
 from echo_protocols.envelope import PULL, Refusal
@@ -39,27 +41,44 @@ class PullGather:
         self._run = run
         self._learner = learner
         self._deadline_s = deadline_s
+        self._size = step_size(run.manifest.algorithm, run.manifest.groups_per_step)
         self._progress = trio.Event()
+        self._passed_over = 0
         self._standing = Standing()
 
     async def run(self) -> None:
         """Nothing arrives unasked."""
 
     async def next_batch(self) -> Sequence[Graded]:
-        """All slots of the next step, sampled by the current version, in slot order."""
+        """All slots of the next step, sampled by the current version, in slot order.
+
+        With dynamic sampling, more slots are asked for once all before are there, as many as groups of varying rewards
+        are still missing.
+        """
         learner = self._learner
-        step = SequentialStep(
-            learner.version.step + 1, learner.version, self._run.manifest.groups_per_step, self._deadline_s
-        )
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._keep_pulling, step, nursery)
+        step = SequentialStep(learner.version.step + 1, learner.version, 0, self._deadline_s)
+
+        async def ask(first: int, count: int) -> Sequence[Graded]:
+            step.slots = first + count
+            self._progress.set()  # whoever waits for slots
+            self._progress = trio.Event()
             while step.missing:
                 await self._progress.wait()
                 self._progress = trio.Event()
+            return await trio.to_thread.run_sync(_grade_all, learner.prompts, list(step.ordered())[first:])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._keep_pulling, step, nursery)
+            batch = await enough(self._size, ask)
             nursery.cancel_scope.cancel()
         if step.reassigned:
             log.info("step %d: %d slots were given to another chain", step.step, step.reassigned)
-        return await trio.to_thread.run_sync(_grade_all, learner.prompts, list(step.ordered()))
+        self._passed_over += len(batch) - self._size.groups
+        return batch
+
+    def refused(self) -> Mapping[str, int]:
+        """How many groups were passed over since this process began."""
+        return {EQUAL_REWARDS: self._passed_over} if self._passed_over else {}
 
     async def _keep_pulling(self, step: SequentialStep, nursery: trio.Nursery) -> None:
         pulling: set[str] = set()

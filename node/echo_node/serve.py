@@ -1,282 +1,281 @@
-"""One assignment of an inference peer: load the span, keep its weights current, serve the ring, drive it if head.
+"""What an inference peer does for one run: holds the span that the plan gives it, and drives the ring that it heads.
 
-Composes a chain's parts with the feed of releases. A ring that fails is opened again; a new plan ends the assignment.
+A ring that fails, or whose neighbours change, is opened again; the span stays loaded, and groups under way go on.
 """
 
 import logging
-import time
 from collections import Counter as Tally
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
 
 import msgspec
-import numpy as np
-import psutil
 import trio
-from numpy.typing import NDArray
 
+from echo_node.accuse import Accuser
 from echo_node.board import Board
 from echo_node.chat_desk import Voice
 from echo_node.feed import Feed
-from echo_node.produce import Counter, Head
+from echo_node.holding import Holding, Terms, hold
+from echo_node.produce import Counter, Head, bring_together
 from echo_node.prompts import Prompts
-from echo_node.state import InferenceView
-from echo_node.whole import load_of, open_whole
-from echo_p2p.chain.answerer import Answerer, ChainStatistics
-from echo_p2p.chain.driver import open_chain
-from echo_p2p.chain.engines import load_engine, takes_vllm, this_machine
-from echo_p2p.chain.host import StageHost
-from echo_p2p.chain.link import ChainLimits
+from echo_node.pulls import Pulls
+from echo_node.push import Pusher
+from echo_node.rate import Rate
+from echo_node.run_model import RunModel
+from echo_node.state import Activity, InferenceView
+from echo_node.whole import WholeModel, hold_whole
+from echo_p2p.chain.driver import ChainDriver, open_chain
+from echo_p2p.chain.engines import takes_vllm, this_machine
+from echo_p2p.chain.link import GARBAGE, ChainBroken
 from echo_p2p.chain.ring import Ring, opening_fault
-from echo_p2p.chain.server import ChainServer
-from echo_p2p.chain.stage import Stage
-from echo_p2p.chain.vllm_engine import VllmEngine
-from echo_p2p.chain.vllm_process import open_process
-from echo_p2p.chain.workload import PROMPT_POSITIONS, cache_room
+from echo_p2p.chain.verdict import Seen
+from echo_p2p.chain.vllm_engine import VllmEngine, cancel_after
 from echo_p2p.errors import ChainError, ModelError
 from echo_p2p.swarm import Run
-from echo_p2p.tensors import Bits, TensorUpdate
-from echo_p2p.weights.fetch import Replica
 from echo_p2p.weights.store import Store
-from echo_protocols.hop import Open
-from echo_protocols.peer import Stop
-from echo_protocols.values import Span
+from echo_protocols.hop import Failure, Open
+from echo_protocols.peer import Plan, Stop
+from echo_protocols.values import PolicyVersion, Span
 
 log = logging.getLogger(__name__)
 
-_REOPEN_S = 1.0
-_RATE_WINDOW_S = 10.0
+_REOPEN_S = 0.5
+_ENDS_MAX = 2
+_CANARIES_MAX = 4
 
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A chain of the plan, and this peer's span in it."""
-
-    chain: tuple[Stop, ...]
-    span: Span
-
-
-class SlowStage:
-    """A stage that waits after each step: a slow device, for experiments."""
-
-    def __init__(self, stage: Stage, slowdown_s: float) -> None:
-        self.span = stage.span
-        self.engine = stage.engine
-        self.ragged = stage.ragged
-        self._stage = stage
-        self._slowdown_s = slowdown_s
-
-    def forward(
-        self,
-        lane: int,
-        rows: NDArray[np.int32],
-        positions: NDArray[np.int32],
-        inputs: NDArray[np.int32] | NDArray[np.float32],
-    ) -> NDArray[np.float32]:
-        """As `Stage.forward`, later."""
-        outputs = self._stage.forward(lane, rows, positions, inputs)
-        time.sleep(self._slowdown_s)
-        return outputs
-
-    def join(self, lane: int, rows: NDArray[np.int32], source: int) -> None:
-        """As `Stage.join`."""
-        self._stage.join(lane, rows, source)
-
-    def close(self, lane: int) -> None:
-        """As `Stage.close`."""
-        self._stage.close(lane)
-
-    def tensors(self) -> Mapping[str, Bits]:
-        """As `Stage.tensors`."""
-        return self._stage.tensors()
-
-    def apply(self, updates: Mapping[str, TensorUpdate]) -> None:
-        """As `Stage.apply`."""
-        self._stage.apply(updates)
+_End = tuple[tuple[Stop, ...], int, Failure, str | None]
 
 
 class Service:
-    """Serves assignments, one at a time, and says how it goes."""
+    """Serves a run, a span at a time, and says how it goes."""
 
-    def __init__(self, board: Board, run: Run, prompts: Prompts, feed: Feed, store: Store, counter: Counter) -> None:
+    def __init__(
+        self, board: Board, run: Run, model: RunModel, prompts: Prompts, feed: Feed, store: Store, counter: Counter
+    ) -> None:
         self._board = board
         self._presence = board.presence
         self._run = run
         self._prompts = prompts
-        self._feed = feed
-        self._store = store
-        self._counter = counter
-        self._view = InferenceView(activity="waiting")
-        self._host: StageHost | None = None
+        self._head = Head(board.presence, run, prompts, counter)
+        self._pusher = Pusher(board.presence, run, self._head, feed, store)
+        self._pulls = Pulls(board.presence, run, self._head)
+        self._accuser = Accuser(board.presence, run)
+        self._ends, self._ended_chains = trio.open_memory_channel[_End](_ENDS_MAX)
+        self._terms = Terms(
+            board=board, run=run, model=model, feed=feed, store=store,
+            allow=self._allow, ended=self._ended, engaged=lambda: bool(self._chain()),
+        )  # fmt: skip
+        self._span: Span | None = None
+        self._holding: Holding | None = None
         self._engine: VllmEngine | None = None
+        self._canaries: dict[PolicyVersion, Seen] = {}
         self._refused_before: Tally[str] = Tally()
-        self._groups = 0
-        self._rate = _Rate()
+        self._rate = Rate()
+
+    async def run(self) -> None:
+        """Deliver groups, from whatever ring is open, and look into those that fail, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._pusher.run if self._run.manifest.protocol == "async" else self._pulls.run)
+            async for end in self._ended_chains:
+                await self._accuser.look_into(*end)
+
+    async def serve(self, span: Span) -> None:
+        """Hold a span until cancelled. Raises ModelError, NetError, WeightsError, ChainError."""
+        self._refused_before = Tally(self.refused())
+        self._span, self._holding, self._rate = span, None, Rate()
+        try:
+            if await self._answers_alone(span):
+                return
+            async with hold(span, self._terms) as self._holding:
+                self._presence.swarm.announce()  # that we are ready
+                while not self._holding.host.corrupt:
+                    chain = self._chain()
+                    if chain and chain[0].peer == self._presence.identity.peer_id:
+                        await self._drive_while_planned(chain, self._holding)
+                    else:
+                        await self._presence.swarm.changed()
+            raise ChainError(f"the stage of span {span} computes otherwise than it did")
+        finally:
+            self._span, self._holding, self._engine = None, None, None
+
+    async def _answers_alone(self, span: Span) -> bool:
+        """Hold a whole model in vLLM, if that is what is wanted; False if it is not, or can't be, and need not be.
+
+        Raises ModelError if only vLLM was wanted, and ChainError once it has failed.
+        """
+        config = self._board.config.inference
+        if config.slowdown_s or not takes_vllm(config.engine, config.device, this_machine(), span):
+            return False
+        try:
+            async with hold_whole(span, self._terms) as whole:
+                self._engine = whole.engine
+                self._presence.swarm.announce()  # that we are ready
+                await self._answer(whole)
+        except ModelError as error:
+            if config.engine == "vllm":
+                raise
+            log.warning("%s; taking torch instead", error)
+            return False
+        raise whole.engine.fault or ChainError("the vllm engine was closed")
+
+    async def _answer(self, whole: WholeModel) -> None:
+        """Make groups, and take chats, while the plan has us do so; follow the releases meanwhile. Until it fails."""
+        pushes = self._run.manifest.protocol == "async"
+        voice = Voice(whole.engine, self._run.manifest, self._prompts.model_path)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cancel_after, whole.engine.failed, nursery.cancel_scope)
+            while True:
+                chain = self._chain()
+                async with trio.open_nursery() as meanwhile:
+                    if pushes or not chain:  # else the trainer says when
+                        meanwhile.start_soon(self._head.keep_switched, whole.engine, whole.replica)
+                    with ExitStack() as stack:
+                        if chain:
+                            log.info("answering with the whole model")
+                            stack.enter_context(self._head.using(whole.engine))
+                            stack.enter_context(self._board.desk.lend(voice))
+                        while self._chain() == chain:
+                            await self._presence.swarm.changed()
+                    meanwhile.cancel_scope.cancel()
+
+    # -- what others are told -----------------------------------------------------------------------------------------
 
     def view(self) -> InferenceView:
         """What the state document says of the serving."""
-        serving = self._engine or self._host
-        if serving is None:
-            return self._view
-        statistics = serving.statistics
-        tokens = statistics.tokens if isinstance(statistics, ChainStatistics) else statistics.rows
+        chain, holding = self._chain(), self._holding
+        view = InferenceView(
+            span=str(self._span) if self._span else None,
+            chain=tuple(stop.peer for stop in chain),
+            head=bool(chain) and chain[0].peer == self._presence.identity.peer_id,
+            activity=self._activity(),
+            groups=self._head.made,
+            resumed=self._head.resumed,
+            dropped=self._head.dropped,
+        )
+        if (engine := self._engine) is not None:
+            version, tokens, switches = engine.version, engine.statistics.tokens, engine.statistics.switches
+        elif holding is not None:
+            statistics = holding.host.statistics
+            version, tokens, switches = holding.host.version, statistics.rows, statistics.switches
+        else:
+            return view
         self._rate.note(tokens)
         return msgspec.structs.replace(
-            self._view,
-            version=str(serving.version),
-            groups=self._groups,
-            tokens=tokens,
-            tokens_per_s=self._rate.per_s,
-            switches=statistics.switches,
+            view, version=str(version), tokens=tokens, tokens_per_s=self._rate.per_s, switches=switches
         )
 
     def figures(self) -> dict[str, object]:
         """What the role record says of the serving."""
-        view = self.view()
-        serving = self._engine or self._host
-        return {"version": serving.version if serving else None, "tokens_per_s": view.tokens_per_s}
+        serving = self._engine or (self._holding.host if self._holding else None)
+        return {"version": serving.version if serving else None, "tokens_per_s": self.view().tokens_per_s}
+
+    def busy(self) -> float:
+        """The age of the step that is being computed, in seconds; 0.0 if there is none."""
+        return self._holding.host.running_s if self._holding else 0.0
 
     def refused(self) -> Mapping[str, int]:
         """What streams of chains were refused for, since this node began to serve."""
-        return self._refused_before + (self._host.refused if self._host else Tally())
+        return self._refused_before + (self._holding.host.refused if self._holding else Tally())
 
-    async def serve(self, assignment: Assignment) -> None:
-        """Serve one assignment until cancelled. Raises ModelError."""
-        head = assignment.chain[0].span == assignment.span
-        peers = tuple(stop.peer for stop in assignment.chain)
-        self._refused_before = Tally(self.refused())
-        self._host, self._engine, self._rate = None, None, _Rate()
-        self._view = InferenceView(span=str(assignment.span), chain=peers, head=head, activity="fetching")
-        config = self._board.config.inference
-        if takes_vllm(config.engine, config.device, this_machine(), assignment.span):
-            try:
-                return await self._serve_whole(assignment.span)
-            except ModelError as error:
-                if config.engine == "vllm":
-                    raise
-                log.warning("%s; taking torch instead", error)
-        stage = await self._load(assignment.span)
-        initial = await trio.to_thread.run_sync(stage.tensors)
-        replica = Replica(initial, self._store)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._feed.keep_staged, replica)
-            version = await replica.newer_than(None)
-            await trio.to_thread.run_sync(replica.switch, version, stage)
-            log.info("serving span %s at version %s", assignment.span, version)
-            limits = await trio.to_thread.run_sync(self._limits, stage)
-            self._host = StageHost(self._presence.identity.peer_id, stage, replica, version, limits=limits)
-            server = ChainServer(self._presence.hive, self._host, self._allow)
-            await nursery.start(server.serve)
-            self._view = msgspec.structs.replace(self._view, activity="serving")
-            if head:
-                await self._drive(assignment, server, replica)
+    def _activity(self) -> Activity:
+        if self._span is None:
+            return "waiting"
+        if self._holding is None and self._engine is None:
+            return "fetching"
+        if self._head.driver is not None:
+            return "stalled by lag" if self._pusher.stalled else "generating"
+        return "serving" if self._chain() else "standing by"
 
-    async def _serve_whole(self, span: Span) -> None:
-        """As `serve`, with vLLM in a process of its own. Raises ModelError if it can't hold the model, ChainError."""
-        config, model_path = self._board.config.inference, self._prompts.model_path
-        load = await trio.to_thread.run_sync(load_of, config, self._run.manifest, model_path, span)
-        async with open_process(load) as process:
-            replica = Replica(await trio.to_thread.run_sync(process.tensors), self._store)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._feed.keep_staged, replica)
-                engine = await open_whole(process, load, replica)
-                log.info("serving %s at version %s with %s", self._run.manifest.model, engine.version, engine.engine)
-                self._engine = engine
-                await self._answer(engine, replica)
-                nursery.cancel_scope.cancel()
-            raise engine.fault or ChainError("the vllm engine was closed")
+    # -- the ring -----------------------------------------------------------------------------------------------------
 
-    async def _load(self, span: Span) -> Stage:
-        config = self._board.config.inference
-        sampling = self._run.manifest.sampling
-        stage: Stage = await trio.to_thread.run_sync(
-            lambda: load_engine(config.engine, self._prompts.model_path, span, device=config.device)
-        )
-        log.info(
-            "loaded span %s of %s into %s, answers of up to %d tokens",
-            span, self._run.manifest.model, stage.engine, sampling.max_new_tokens,
-        )  # fmt: skip
-        return SlowStage(stage, config.slowdown_s) if config.slowdown_s else stage
+    def _plan(self) -> Plan | None:
+        return self._presence.swarm.plan
 
-    def _limits(self, stage: Stage) -> ChainLimits:
-        """As many positions as the memory that is left has room for. Raises ModelError if that is too few to begin."""
-        memory = int(psutil.virtual_memory().available * self._board.config.inference.memory_share)
-        value_bytes = 4 if stage.engine.endswith("float32") else 2
-        room = cache_room(self._prompts.model_path, stage.span, memory, value_bytes)
-        manifest = self._run.manifest
-        least = (manifest.group_size + 1) * (PROMPT_POSITIONS + manifest.sampling.max_new_tokens)
-        if room < least:
-            raise ModelError(
-                f"{memory >> 20} MiB are left for keys and values of span {stage.span}, {room} positions; one group may"
-                f" take {least}: free memory, raise inference.memory_share, or serve fewer layers (--max-layers)."
-            )
-        return replace(ChainLimits(), room=min(room, 2**40))
+    def _chain(self) -> tuple[Stop, ...]:
+        """Our chain in the plan, if it has us serve the span that we hold."""
+        plan, peer = self._plan(), self._presence.identity.peer_id
+        chain = plan.chain_of(peer) if plan else None
+        return chain if chain and any((stop.peer, stop.span) == (peer, self._span) for stop in chain) else ()
 
     def _allow(self, peer: str, opening: Open) -> str | None:
         """Only the plan's predecessor may feed us, for this run."""
-        plan = self._presence.swarm.plan
+        plan = self._plan()
+        if plan is None or opening.plan > plan.number:
+            self._presence.swarm.look_again()  # perhaps it knows a plan that we don't
         return "there is no plan yet" if plan is None else opening_fault(opening, plan, self._run.run_id)
 
-    async def _drive(self, assignment: Assignment, server: ChainServer, replica: Replica) -> None:
-        """Keep the ring open and working; one that fails is opened again."""
-        assert self._host is not None
-        config, manifest = self._board.config.inference, self._run.manifest
-        ring = Ring(
-            assignment.chain,
-            self._run.run_id,
-            lanes=max(config.lanes, len(assignment.chain)),
-            rows=max(config.lane_rows, manifest.group_size),
-            exclusive=manifest.protocol == "sequential",
-        )
-        while True:
-            try:
-                async with open_chain(ring, self._host, server) as driver:
-                    log.info("chain of %d is open", len(assignment.chain))
-                    await self._answer(driver, replica)
-                    log.warning("%s; opening it again", driver.fault)
-            except ChainError as error:
-                log.warning("%s; trying again in %.0f s", error, _REOPEN_S)
-            await trio.sleep(_REOPEN_S)
+    def _ended(self, opening: Open, failure: Failure, told_by: str | None) -> None:
+        """A chain that goes through us has ended."""
+        self._presence.swarm.look_again()
+        self._presence.swarm.wake()
+        with suppress(trio.WouldBlock):  # what fails faster than it is looked into says nothing new
+            self._ends.send_nowait((opening.route, opening.plan, failure, told_by))
 
-    async def _answer(self, answerer: Answerer, replica: Replica) -> None:
-        """Make groups, and take chats, until it fails."""
-        head = Head(self._presence, self._run, self._prompts, answerer, self._counter, self._store)
-        with self._board.desk.lend(Voice(answerer, self._run.manifest, self._prompts.model_path)):
-            await self._work(head, answerer.failed, replica)
-
-    async def _work(self, head: Head, failed: trio.Event, replica: Replica) -> None:
-        """Make groups until the chain fails."""
-
-        def on_stall(stalled: bool) -> None:
-            self._groups += head.made - counted[0]
-            counted[0] = head.made
-            activity = "stalled by lag" if stalled else "generating"
-            self._view = msgspec.structs.replace(self._view, activity=activity)
-
-        counted = [0]
+    async def _drive_while_planned(self, chain: tuple[Stop, ...], holding: Holding) -> None:
+        """Keep the ring of a chain open and working while it is the plan's; one that fails is opened again."""
         async with trio.open_nursery() as nursery:
-            if self._run.manifest.protocol == "async":
-                nursery.start_soon(head.push_for_ever, self._feed, replica, on_stall)
-            else:
-                nursery.start_soon(head.answer_pulls)
-            await failed.wait()
+
+            async def keep_driving() -> None:
+                while not holding.host.corrupt:
+                    await self._drive(chain, holding)
+                    await trio.sleep(_REOPEN_S)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(keep_driving)
+            while self._chain() == chain:
+                if self._head.driver is None:
+                    self._presence.swarm.look_again()
+                await self._presence.swarm.changed(_REOPEN_S)
+            log.info("the plan has another chain for us, or none")
             nursery.cancel_scope.cancel()
 
+    async def _drive(self, chain: tuple[Stop, ...], holding: Holding) -> None:
+        """Open the ring, and make groups until it fails."""
+        plan = self._plan()
+        config, manifest = self._board.config.inference, self._run.manifest
+        ring = Ring(
+            chain,
+            self._run.run_id,
+            plan=plan.number if plan else 0,
+            lanes=max(config.lanes, len(chain)),
+            rows=max(config.lane_rows, manifest.group_size),
+            exclusive=manifest.protocol == "sequential",
+            vocabulary=manifest.vocabulary,
+        )
+        opening = Open(route=chain, run_id=self._run.run_id, plan=ring.plan, lanes=ring.lane_count)
+        try:
+            async with open_chain(ring, holding.host, holding.server, reference=self._canaries.get) as driver:
+                log.info("chain of %d is open", len(chain))
+                with suppress(ChainBroken):  # which is the driver's fault then
+                    await bring_together(driver, holding.replica)
+                    voice = Voice(driver, manifest, self._prompts.model_path)
+                    try:
+                        with self._head.using(driver), self._board.desk.lend(voice):
+                            await self._work(driver, holding)
+                    finally:
+                        self._remember(driver)
+                fault, told_by = driver.fault, driver.told_by
+        except ChainBroken as error:
+            fault, told_by = error, chain[1].peer if len(chain) > 1 else None
+            if error.failure.peer == told_by:
+                told_by = None
+        except ChainError as error:
+            log.warning("the chain can't be opened: %s", error)
+            fault, told_by = None, None
+        if fault is not None:
+            log.warning("%s", fault)
+            self._ended(opening, fault.failure, told_by)
 
-class _Rate:
-    """Tokens a second over ten seconds or more, from totals noted now and then."""
+    def _remember(self, driver: ChainDriver) -> None:
+        """What a ring of ours that worked saw, of the last few versions: the next ones have to see the same."""
+        garbage = driver.fault is not None and driver.fault.failure.reason == GARBAGE
+        if driver.canary is not None and not garbage:
+            self._canaries.setdefault(driver.canary.version, driver.canary)
+            self._canaries = dict(sorted(self._canaries.items())[-_CANARIES_MAX:])
 
-    def __init__(self) -> None:
-        self._notes: deque[tuple[float, int]] = deque(maxlen=100)
-
-    def note(self, total: int) -> None:
-        now = time.monotonic()
-        while len(self._notes) > 1 and now - self._notes[1][0] > _RATE_WINDOW_S:
-            self._notes.popleft()
-        self._notes.append((now, total))
-
-    @property
-    def per_s(self) -> float:
-        (first_at, first), (last_at, last) = self._notes[0], self._notes[-1]
-        return (last - first) / (last_at - first_at) if last_at > first_at else 0.0
+    async def _work(self, driver: ChainDriver, holding: Holding) -> None:
+        async with trio.open_nursery() as nursery:
+            if self._run.manifest.protocol == "async":
+                nursery.start_soon(self._head.keep_switched, driver, holding.replica)
+            await driver.failed.wait()
+            nursery.cancel_scope.cancel()

@@ -4,6 +4,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+Activity = Literal["starting", "waiting", "fetching", "standing by", "serving", "generating", "stalled by lag"]
+
 
 class PeerView(Struct, frozen=True, kw_only=True):
     """One member of the swarm, as this node sees it."""
@@ -55,17 +57,22 @@ class TrainerView(Struct, frozen=True, kw_only=True):
 
 
 class InferenceView(Struct, frozen=True, kw_only=True):
-    """An inference peer's work. `chain` names the peers of its chain in order; empty while it waits for a plan."""
+    """An inference peer's work. `chain` names the peers of its chain in order; empty while it has none.
+
+    Of its `groups`, `resumed` counts how often one went on in another ring, `dropped` those that none could finish.
+    """
 
     span: str | None = None
     version: str | None = None
     chain: tuple[str, ...] = ()
     head: bool = False
     groups: int = 0
+    resumed: int = 0
+    dropped: int = 0
     tokens: int = 0
     tokens_per_s: float = 0.0
     switches: int = 0
-    activity: Literal["starting", "waiting", "fetching", "generating", "stalled by lag", "serving"] = "starting"
+    activity: Activity = "starting"
 
 
 class Event(Struct, frozen=True, kw_only=True):

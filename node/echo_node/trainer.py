@@ -7,20 +7,25 @@ from pathlib import Path
 
 import msgspec
 import trio
+from msgspec import UNSET
 
 from echo_node.board import Board
 from echo_node.course import Course
 from echo_node.herald import Herald
+from echo_node.leader import lead
 from echo_node.learner import Learner
 from echo_node.places import Places, write_whole
-from echo_node.plans import lead
+from echo_node.plans import missing, workload_for
 from echo_node.prompts import load_prompts
 from echo_node.pull_gather import PullGather
 from echo_p2p.chain.shape import model_shape
 from echo_p2p.config import NodeConfig, dump_config
 from echo_p2p.models import resolve_model, stop_tokens, tokenizer_hash
+from echo_p2p.models.files import offered, small_files
+from echo_p2p.models.layout import tensor_shapes
 from echo_p2p.net.blobs import serve_blobs
 from echo_p2p.net.uplink import Uplink
+from echo_p2p.rl.algorithms import step_size
 from echo_p2p.rl.buffer import ReplayBuffer
 from echo_p2p.rl.trainer import Trainer
 from echo_p2p.spread.announce import Announcer
@@ -37,7 +42,8 @@ log = logging.getLogger(__name__)
 def make_manifest(config: NodeConfig, trainer: str) -> RunManifest:
     """The manifest that a configuration describes, with this peer as its trainer. Raises ModelError, ConfigError."""
     run = config.run
-    shape = model_shape(resolve_model(run.model))
+    path = resolve_model(run.model)
+    shape = model_shape(path)
     return RunManifest(
         swarm=config.swarm,
         model=run.model,
@@ -56,7 +62,14 @@ def make_manifest(config: NodeConfig, trainer: str) -> RunManifest:
         trainers=(trainer,),
         admission=run.admission,
         seed=run.seed,
+        model_files=offered(small_files(path, tensor_shapes(path))) or UNSET,
     )
+
+
+def keep_model_files(store: Store, manifest: RunManifest) -> None:
+    """Hold what the manifest offers of the model for as long as this process lives. Raises ModelError, WeightsError."""
+    path = resolve_model(manifest.model)
+    store.pin("model", [store.put(content) for content in small_files(path, tensor_shapes(path)).values()])
 
 
 def load_engine(config: NodeConfig) -> Trainer:
@@ -72,7 +85,7 @@ def load_engine(config: NodeConfig) -> Trainer:
         resolve_model(run.model),
         run.algorithm,
         seed=run.seed,
-        temperature=run.sampling.temperature,
+        sampling=run.sampling,
         device=device,
         micro_batch_rows=config.trainer.micro_batch_rows,
     )
@@ -89,6 +102,7 @@ def open_learner(config: NodeConfig, manifest: RunManifest, folder: Path, store:
         publisher=publisher,
         prompts=load_prompts(manifest),
         config=config.trainer,
+        size=step_size(manifest.algorithm, manifest.groups_per_step),
     )
     return learner, publisher
 
@@ -118,6 +132,7 @@ async def run_trainer(board: Board, places: Places) -> None:
     presence.say(run_id=run.run_id)
     with ExitStack() as stack:
         store = Store(folder / "blobs", config.trainer.store_bytes)
+        await trio.to_thread.run_sync(keep_model_files, store, manifest)
         learner, publisher = await trio.to_thread.run_sync(open_learner, config, manifest, folder, store)
         course = Course(board, run, learner, Herald(presence, run, store, publisher))
         if manifest.protocol == "async":
@@ -128,6 +143,7 @@ async def run_trainer(board: Board, places: Places) -> None:
             course.use_buffer(stack.enter_context(buffer))
         else:
             course.gather = PullGather(presence, run, learner, deadline_s=config.trainer.pull_deadline_s)
+        course.lacking = partial(missing, presence, run, workload_for(run))
         board.trainer, board.refused = course.view, course.refused
         async with trio.open_nursery() as nursery:
             await nursery.start(serve_store, board, store)

@@ -1,23 +1,74 @@
-"""A peer that holds the whole model in vLLM: what it asks its engine for, and how it begins. Knows no ring."""
+"""A whole model that a peer holds in vLLM: loaded, and kept at the newest version. Knows no plan and no ring."""
 
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import trio
 
+from echo_node.holding import Terms
+from echo_node.progress import cancellable, showing
 from echo_p2p.chain.answerer import GroupBounds
 from echo_p2p.chain.engines import this_machine, vllm_device
-from echo_p2p.chain.vllm_engine import VllmEngine, load_for
-from echo_p2p.chain.vllm_process import EngineProcess
+from echo_p2p.chain.vllm_engine import VllmEngine, cancel_after, load_for
+from echo_p2p.chain.vllm_process import open_process
 from echo_p2p.chain.vllm_wire import Load
 from echo_p2p.chain.workload import PROMPT_POSITIONS
 from echo_p2p.config import InferenceConfig
-from echo_p2p.errors import ChainError
+from echo_p2p.errors import ChainError, ModelError
 from echo_p2p.weights.fetch import Replica
 from echo_protocols.run import RunManifest
 from echo_protocols.values import Span
 
+log = logging.getLogger(__name__)
+
 ROWS_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """A model that answers, and the versions that it can switch to."""
+
+    engine: VllmEngine
+    replica: Replica
+
+
+@asynccontextmanager
+async def hold_whole(span: Span, terms: Terms) -> AsyncIterator[WholeModel]:
+    """Load the model and bring it to the newest version. Raises ModelError, WeightsError, ChainError."""
+    config, model = terms.board.config.inference, terms.model
+    with showing(f"fetching weights of span {span}") as report:
+        origin = await trio.to_thread.run_sync(model.bring_weights, span, cancellable(report))
+    if origin == "peers":
+        raise ModelError(
+            "--engine vllm proves itself on the model's own weights, and they are not here: "
+            "name a folder that has them with inference.model, or choose --engine torch"
+        )
+    load = await trio.to_thread.run_sync(load_of, config, terms.run.manifest, model.folder, span)
+    async with open_process(load) as process:
+        initial = await trio.to_thread.run_sync(process.tensors)
+        async with trio.open_nursery() as nursery:
+            with showing(f"weights of span {span} from peers") as report:
+                replica = Replica(initial, terms.store, report=report)
+                nursery.start_soon(terms.feed.keep_staged, replica)
+                engine = VllmEngine(process, replica, GroupBounds(samples=load.rows, positions=load.positions))
+                await _begin(engine, replica)
+            log.info("holding %s at version %s in %s", terms.run.manifest.model, engine.version, engine.engine)
+            yield WholeModel(engine, replica)
+            nursery.cancel_scope.cancel()
+
+
+async def _begin(engine: VllmEngine, replica: Replica) -> None:
+    """Put the newest release in place, as soon as there is one."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(cancel_after, engine.failed, nursery.cancel_scope)
+        await engine.begin(await replica.newer_than(None))
+        nursery.cancel_scope.cancel()
+    if engine.failed.is_set():
+        raise engine.fault or ChainError("the vllm engine was closed")
 
 
 def load_of(config: InferenceConfig, manifest: RunManifest, model_path: Path, span: Span) -> Load:
@@ -32,19 +83,3 @@ def load_of(config: InferenceConfig, manifest: RunManifest, model_path: Path, sp
         memory_bytes=int(psutil.virtual_memory().available * config.memory_share),
         memory_share=config.memory_share,
     )
-
-
-async def open_whole(process: EngineProcess, load: Load, replica: Replica) -> VllmEngine:
-    """An engine at the newest release, as soon as there is one. Raises WeightsError, ChainError."""
-    engine = VllmEngine(process, replica, GroupBounds(samples=load.rows, positions=load.positions))
-    async with trio.open_nursery() as nursery:
-
-        async def leave_when_failed() -> None:
-            await process.failed.wait()
-            nursery.cancel_scope.cancel()
-
-        nursery.start_soon(leave_when_failed)
-        await engine.begin(await replica.newer_than(None))
-        nursery.cancel_scope.cancel()
-        return engine
-    raise engine.fault or ChainError("the vllm engine was closed")

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from echo_protocols import keys
 from echo_protocols.names import PROTOCOL_VERSION
-from echo_protocols.peer import Plan, RoleRecord
+from echo_protocols.peer import Complaint, Plan, RoleRecord
 from echo_protocols.release import Release
 from echo_protocols.rollout import LargeRollout, RolloutGroup
 from echo_protocols.run import RunManifest
@@ -76,6 +76,7 @@ LATEST = Kind("latest", LatestRelease, 1 << 10)
 ROLLOUT = Kind("rollout", RolloutGroup, 16 << 20)
 LARGE_ROLLOUT = Kind("large-rollout", LargeRollout, 1 << 10)
 PULL = Kind("pull", PullRequest, 64 << 10)
+COMPLAINT = Kind("complaint", Complaint, 1 << 10)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ CHAIN_ID_BYTES: Final = 16
 MAX_ROWS: Final = 4096
 MAX_LENGTH: Final = 262_144
 MAX_WIDTH: Final = 65_536
+CANARY: Final = b"echo/canary/1"
+"""The group id of a prompt that shows whether the ring still computes what it did; its answers are nobody's."""
 
 _PREFIX = struct.Struct("<2sBB16s")  # magic, format, kind, chain id
 _FORWARD = struct.Struct("<IIIIIIIB3x")  # lane, step, epoch, version step, rows, length, width, dtype
@@ -71,7 +73,8 @@ class Open(Struct, frozen=True, kw_only=True, array_like=True):
 class BeginPrompt(Struct, frozen=True, kw_only=True, array_like=True):
     """A lane of one row that is to read a prompt, which `samples` answers of at most `positions` tokens grow from.
 
-    `positions` counts the prompt's too. The rest is what draws their tokens.
+    `positions` counts the prompt's too. The last `drawn` tokens of the prompt are the first ones of an answer that
+    another ring began: the next is drawn as its token number `drawn`. The rest is what draws their tokens.
     """
 
     lane: Number
@@ -80,6 +83,7 @@ class BeginPrompt(Struct, frozen=True, kw_only=True, array_like=True):
     sampling: Sampling
     samples: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
     positions: Annotated[int, Meta(ge=1, le=MAX_LENGTH)]
+    drawn: Annotated[int, Meta(ge=0, lt=MAX_LENGTH)] = 0
 
 
 class Join(Struct, frozen=True, kw_only=True, array_like=True):

@@ -65,11 +65,15 @@ Chain = Annotated[tuple[Stop, ...], Meta(min_length=1, max_length=256)]
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """Chains that together are the swarm; each covers all layers, in order. `number` grows with each change."""
+    """Chains that together are the swarm; each covers all layers, in order. `number` grows with each change.
+
+    A peer of `standby` serves no chain, and holds its span ready for whoever is lost.
+    """
 
     number: Count
     layers: Annotated[int, Meta(ge=1, le=65536)]
     chains: Annotated[tuple[Chain, ...], Meta(max_length=4096)] = ()
+    standby: Annotated[tuple[Stop, ...], Meta(max_length=4096)] = ()
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -83,7 +87,24 @@ class Plan(Struct, frozen=True, kw_only=True):
             if len(peers) != len(chain) or peers & seen:
                 raise ValueError("a peer serves one span of one chain")
             seen |= peers
+        for stop in self.standby:
+            if stop.peer in seen or stop.span.layers != self.layers:
+                raise ValueError("a peer stands by for one span of the model, and serves no chain meanwhile")
+            seen.add(stop.peer)
 
     def chain_of(self, peer: str) -> tuple[Stop, ...] | None:
         """The chain that a peer serves in, if any."""
         return next((chain for chain in self.chains if any(stop.peer == peer for stop in chain)), None)
+
+    def span_of(self, peer: str) -> Span | None:
+        """The span that a peer is to hold, in a chain or ready for one, if any."""
+        stops = (*(self.chain_of(peer) or ()), *self.standby)
+        return next((stop.span for stop in stops if stop.peer == peer), None)
+
+
+class Complaint(Struct, frozen=True, kw_only=True):
+    """What a stop of a chain of plan `plan` tells the plan's leader of another stop of that chain."""
+
+    plan: Count
+    accused: PeerId
+    reason: Name

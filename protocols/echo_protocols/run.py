@@ -3,15 +3,39 @@
 import hashlib
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from echo_protocols.values import Hash, Name, PeerId, canonical
 
 Protocol = Literal["sequential", "async"]
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 _Ratio = Annotated[float, Meta(ge=0.0, le=1e6)]
+_Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+_Clip = Annotated[float, Meta(gt=0.0, lt=1.0)]
+_Rate = Annotated[float, Meta(gt=0.0, le=1.0)]
 
 MAX_GROUP_TOKENS = 2**20
 """Tokens of all answers of one group: so that the largest group fits into its envelope."""
+
+MODEL_FILES_MAX_BYTES = 128 << 20
+"""Of all files of a model but its weights."""
+
+ModelFileName = Literal[
+    "added_tokens.json",
+    "chat_template.jinja",
+    "config.json",
+    "echo_tensors.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+]
+"""The files of a model that peers give each other: data that is read, never code. `echo_tensors.json` is Echo's own."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -44,16 +68,62 @@ class TaskSpec(Struct, frozen=True, kw_only=True):
     settings: Annotated[dict[Name, str | int | float | bool], Meta(max_length=32)] = {}
 
 
-class Algorithm(Struct, frozen=True, kw_only=True):
-    """The update rule, by name, and its settings. Learning rates and clips as verl names them."""
+class Divergence(Struct, frozen=True, kw_only=True):
+    """What the divergence (KL) from the run's first policy counts, as changes to the algorithm's own settings."""
 
+    place: Literal["none", "loss", "reward"] | UnsetType = UNSET
+    estimator: Literal["k1", "k2", "k3"] | UnsetType = UNSET
+    coefficient: _Ratio | UnsetType = UNSET
+
+
+class Critic(Struct, frozen=True, kw_only=True):
+    """How the value model learns and is used, as changes to the algorithm's own settings."""
+
+    learning_rate: _Rate | UnsetType = UNSET
+    warmup_steps: Annotated[int, Meta(ge=0, le=2**31)] | UnsetType = UNSET
+    """Steps at the beginning in which the policy waits for the critic."""
+    value_clip: Annotated[float, Meta(gt=0.0, le=1e6)] | UnsetType = UNSET
+    gamma: _Share | UnsetType = UNSET
+    gae_lambda: _Share | UnsetType = UNSET
+
+
+class Overlong(Struct, frozen=True, kw_only=True):
+    """What becomes of answers near the longest length, as changes to the algorithm's own settings."""
+
+    buffer: _Share | UnsetType = UNSET
+    """Share of the longest length, at its end, in which the reward is lowered more and more; 0: nowhere."""
+    penalty: _Ratio | UnsetType = UNSET
+    """By how much the reward of a longest answer is lowered."""
+    filter: bool | UnsetType = UNSET
+    """Whether answers that were cut off have no part in the loss."""
+
+
+class Algorithm(Struct, frozen=True, kw_only=True):
+    """The update rule, by name, and its settings. Learning rates and clips as verl names them.
+
+    A field that is not set (UNSET; it isn't written either) is what the algorithm of that name says.
+    """
+
+    # No more than 15 fields in a struct that leaves some out: with more, msgspec writes the longer header of a map.
     name: Name = "grpo"
-    learning_rate: Annotated[float, Meta(gt=0.0, le=1.0)] = 1e-6
-    clip_ratio: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.2
+    learning_rate: _Rate = 1e-6
+    clip_ratio: _Clip | UnsetType = UNSET
     correction: Literal["none", "icepop", "tis"] = "tis"
     correction_bounds: tuple[_Ratio, _Ratio] = (0.5, 5.0)
     grad_clip: Annotated[float, Meta(gt=0.0, le=1e12)] = 1.0
     weight_decay: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
+    clip_ratio_high: Annotated[float, Meta(gt=0.0, le=1e6)] | UnsetType = UNSET
+    """The upper side of the clip, where it is not `clip_ratio` too."""
+    loss_aggregation: LossAggregation | UnsetType = UNSET
+    dynamic_sampling: bool | UnsetType = UNSET
+    """Whether groups of equal rewards are passed over when a step's batch is gathered."""
+    rejection_k3: Annotated[float, Meta(gt=0.0, le=1e6)] | UnsetType = UNSET
+    """Answers whose mean k3 divergence, policy against behaviour, is above are rejected; not set: none is."""
+    mini_batches: Annotated[int, Meta(ge=1, le=1024)] | UnsetType = UNSET
+    """Optimiser steps that a batch is cut into. The first starts from the policy that ratios are of: no clip acts."""
+    kl: Divergence | UnsetType = UNSET
+    critic: Critic | UnsetType = UNSET
+    overlong: Overlong | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if self.correction_bounds[0] > self.correction_bounds[1]:
@@ -69,6 +139,28 @@ class Admission(Struct, frozen=True, kw_only=True):
     def admits(self, worker: str) -> bool:
         """Whether rollouts of this worker are taken."""
         return worker not in self.banned and (self.allowed is None or worker in self.allowed)
+
+
+class ModelFile(Struct, frozen=True, kw_only=True, array_like=True):
+    """A file of the model that is no weights, as a blob. Its name is one of a few, so it leads out of no folder."""
+
+    name: ModelFileName
+    hash: Hash
+    size_bytes: Annotated[int, Meta(ge=0, le=64 << 20)]
+
+
+ModelFiles = Annotated[tuple[ModelFile, ...], Meta(min_length=2, max_length=16)]
+
+
+def check_model_files(files: tuple[ModelFile, ...]) -> None:
+    """Raises ValueError unless the files stand in order, none twice, with what a plan needs, and are not too large."""
+    names = [file.name for file in files]
+    if names != sorted(set(names)):
+        raise ValueError("the files of the model are not in the order of their names, or one is named twice")
+    if not {"config.json", "echo_tensors.json"} <= set(names):
+        raise ValueError("the files of the model lack config.json or echo_tensors.json")
+    if sum(file.size_bytes for file in files) > MODEL_FILES_MAX_BYTES:
+        raise ValueError(f"the files of the model are over {MODEL_FILES_MAX_BYTES} bytes together")
 
 
 class RunManifest(Struct, frozen=True, kw_only=True):
@@ -91,9 +183,12 @@ class RunManifest(Struct, frozen=True, kw_only=True):
     trainers: Annotated[tuple[PeerId, ...], Meta(min_length=1, max_length=16)]
     admission: Admission = Admission()
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 1
+    model_files: ModelFiles | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         check_group_tokens(self.group_size, self.sampling)
+        if self.model_files is not UNSET:
+            check_model_files(self.model_files)
 
     def randomness(self) -> bytes:
         """The 32 bytes that decide prompts and draws: a function of `seed` alone, so that runs can be compared."""

@@ -13,10 +13,10 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo_protocols import envelope, hop, keys
-from echo_protocols.peer import Capacity, Plan, RoleRecord, Stop, Way
+from echo_protocols.peer import Capacity, Complaint, Plan, RoleRecord, Stop, Way
 from echo_protocols.release import Chunk, Release, Skip, policy_hash
 from echo_protocols.rollout import LargeRollout, RolloutGroup, Sample, Segment, Slot
-from echo_protocols.run import Admission, RunManifest, Sampling, TaskSpec
+from echo_protocols.run import Admission, Algorithm, ModelFile, RunManifest, Sampling, TaskSpec
 from echo_protocols.sync import LatestRelease, PullReply, PullRequest
 from echo_protocols.uniform import Place, group_id, prompt_index, uniform
 from echo_protocols.values import PolicyVersion, Span, canonical, encode
@@ -30,6 +30,7 @@ _KEY = Ed25519PrivateKey.from_private_bytes(SEED)
 _PUBLIC = _KEY.public_key().public_bytes_raw()
 _OTHER_PUBLIC = Ed25519PrivateKey.from_private_bytes(OTHER_SEED).public_key().public_bytes_raw()
 _PEER, _OTHER = keys.peer_id(_PUBLIC), keys.peer_id(_OTHER_PUBLIC)
+_THIRD = keys.peer_id(Ed25519PrivateKey.from_private_bytes(bytes(range(64, 96))).public_key().public_bytes_raw())
 
 _V0, _V1 = PolicyVersion(epoch=0, step=41), PolicyVersion(epoch=1, step=42)
 _MANIFEST = RunManifest(
@@ -42,6 +43,7 @@ _MANIFEST = RunManifest(
     task=TaskSpec(
         name="sokoban", seed=3, settings={"size": 6, "boxes": 1, "share": 0.5, "hard": False, "look": "plain"}
     ),
+    algorithm=Algorithm(clip_ratio=0.2),  # which every manifest said before a recipe could
     sampling=Sampling(temperature=0.75, top_p=0.9, top_k=40, max_new_tokens=4),
     protocol="async",
     max_lag=4,
@@ -52,16 +54,27 @@ _MANIFEST = RunManifest(
     admission=Admission(banned=(_OTHER,)),
     seed=7,
 )
+_WITH_FILES = msgspec.structs.replace(
+    _MANIFEST,
+    model_files=(
+        ModelFile(name="config.json", hash=b"c" * 32, size_bytes=700),
+        ModelFile(name="echo_tensors.json", hash=b"s" * 32, size_bytes=9000),
+    ),
+)
 _ROUTE = (
     Stop(peer=_PEER, span=Span(start=0, end=2, layers=6)),
     Stop(peer=_OTHER, span=Span(start=2, end=6, layers=6)),
 )
 
 
+_STANDBY = Stop(peer=_THIRD, span=Span(start=2, end=6, layers=6))
+
+
 def plain(value: object) -> object:
     """A value as JSON can say it: structs by field name, bytes in hexadecimal."""
     if isinstance(value, msgspec.Struct):
-        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
+        return {name: plain(field) for name, field in fields if field is not msgspec.UNSET}
     if isinstance(value, bytes | memoryview):
         return value.hex()
     if isinstance(value, Mapping):
@@ -157,6 +170,11 @@ def run_vectors() -> object:
         "randomness": _MANIFEST.randomness().hex(),
         "sampling_encoded": canonical(_MANIFEST.sampling).hex(),
         "sampling_hash": _MANIFEST.sampling.hash().hex(),
+        "with_files": {
+            "manifest": plain(_WITH_FILES),
+            "encoded": canonical(_WITH_FILES).hex(),
+            "run_id": _WITH_FILES.run_id().hex(),
+        },
     }
 
 
@@ -182,13 +200,14 @@ def envelope_vectors() -> object:
     payloads: list[tuple[envelope.Kind[Any], bytes, object]] = [
         (envelope.ROLE, envelope.NO_RUN, _role()),
         (envelope.RUN, envelope.NO_RUN, _MANIFEST),
-        (envelope.PLAN, run, Plan(number=9, layers=6, chains=(_ROUTE,))),
+        (envelope.PLAN, run, Plan(number=9, layers=6, chains=(_ROUTE,), standby=(_STANDBY,))),
         (envelope.RELEASE, run, _release()),
         (envelope.LATEST, run, LatestRelease(version=_V1, release=b"h" * 32, size_bytes=1000)),
         (envelope.ROLLOUT, run, _group(None)),
         (envelope.ROLLOUT, run, _group(Slot(step=42, slot=3))),
         (envelope.LARGE_ROLLOUT, run, LargeRollout(blob=b"l" * 32, size_bytes=70_000)),
         (envelope.PULL, run, PullRequest(version=_V1, slots=slots)),
+        (envelope.COMPLAINT, run, Complaint(plan=9, accused=_OTHER, reason="silent")),
     ]
     return [
         {
@@ -248,7 +267,7 @@ def policy_vectors() -> object:
 
 
 def hop_vectors() -> object:
-    """One frame of each kind, and a forward in bf16."""
+    """One frame of each kind, a forward in bf16, and the prompt of an answer that goes on."""
     two_rows, floats = bytes([0, 0, 0, 0, 1, 0, 0, 0]), bytes(range(32))
     begin = hop.BeginPrompt(
         lane=3,
@@ -273,6 +292,7 @@ def hop_vectors() -> object:
             ragged=(True,),
         ),
         begin,
+        msgspec.structs.replace(begin, drawn=5),
         hop.EndLane(lane=3),
         hop.Prepare(version=_V1, timeout_s=60.0),
         hop.Switch(version=_V1),

@@ -13,7 +13,7 @@ from chain_rings import ROWS, V0
 
 from echo_p2p.chain.group import Drawn
 from echo_p2p.chain.link import ChainLimits, Link
-from echo_p2p.chain.wire import from_forward, from_tokens, to_forward, to_tokens
+from echo_p2p.chain.wire import from_forward, from_tokens, is_finite, to_forward, to_tokens
 from echo_p2p.net.base import Stream
 from echo_p2p.net.hive import HiveNode
 from echo_protocols.hop import Forward, Frame, Tokens, decode, encode
@@ -67,7 +67,7 @@ def _drawn_of(frame: Frame) -> Drawn:
 
 def _compute(frame: Frame, drawn: Drawn) -> Tokens:
     assert isinstance(frame, Forward)
-    from_forward(frame)
+    assert is_finite(from_forward(frame)[2])
     return to_tokens(frame.lane, drawn)
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from echo_p2p.chain.shape import model_shape
+from echo_p2p.chain.stage import Stage
 from echo_p2p.chain.torch_stage import TorchStage, load_stage
 from echo_protocols.values import Span
 
@@ -34,25 +35,25 @@ def seconds_of(work: Callable[..., object], *arguments: object) -> float:
     return time.process_time() - start
 
 
-def step(stage: TorchStage, rows: Tokens, positions: Tokens, tokens: Tokens) -> Tokens:
+def step(stage: Stage, rows: Tokens, positions: Tokens, tokens: Tokens) -> Tokens:
     """The greedy next token (rows, 1) of each row after tokens (rows, length)."""
     best: Tokens = stage.forward(GROUP, rows, positions, tokens).argmax(-1).astype(np.int32)
     return best[:, None]
 
 
-def share(stage: TorchStage, prompt: Tokens, rows: int) -> None:
+def share(stage: Stage, prompt: Tokens, rows: int) -> None:
     """A group of rows that have read the prompt (1, length)."""
     stage.forward(PREFIX, np.zeros(1, np.int32), np.zeros(1, np.int32), prompt)
     stage.join(GROUP, np.arange(rows, dtype=np.int32), PREFIX)
 
 
-def free(stage: TorchStage) -> None:
+def free(stage: Stage) -> None:
     """Close both lanes."""
     stage.close(GROUP)
     stage.close(PREFIX)
 
 
-def prefix_sharing(stage: TorchStage, prompt: Tokens, *, samples: int, rounds: int) -> dict[str, float]:
+def prefix_sharing(stage: Stage, prompt: Tokens, *, samples: int, rounds: int) -> dict[str, float]:
     """One prompt read as often as there are samples, against once and joined."""
     apart, shared, first, later, stepped = [], [], [], [], []
     rows, start = np.arange(samples, dtype=np.int32), np.zeros(samples, np.int32)
@@ -111,7 +112,7 @@ def over_generate(stage: TorchStage, reference: Any, prompts: Tokens, *, tokens:
     }
 
 
-def ragged_steps(stage: TorchStage, prompt: Tokens, *, rows: int, steps: int) -> dict[str, float]:
+def ragged_steps(stage: Stage, prompt: Tokens, *, rows: int, steps: int) -> dict[str, float]:
     """A step of rows that stand at one position, and of as many whose lengths differ by up to `steps`."""
     share(stage, prompt, rows)
     names, newest = np.arange(rows, dtype=np.int32), np.repeat(prompt[:, :1], rows, axis=0)

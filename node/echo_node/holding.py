@@ -1,0 +1,133 @@
+"""A span that a peer holds: its stage, kept at the newest version, and served to the chains that the plan allows.
+
+Lives as long as the span stays, whatever becomes of the neighbours. Knows no group and no way to open a ring.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import psutil
+import trio
+
+from echo_node.board import Board
+from echo_node.feed import Feed
+from echo_node.progress import cancellable, showing
+from echo_node.run_model import RunModel
+from echo_node.slow_stage import SlowStage
+from echo_p2p.chain.engines import load_engine
+from echo_p2p.chain.host import StageHost
+from echo_p2p.chain.link import ChainLimits
+from echo_p2p.chain.server import Allow, ChainServer, Ended
+from echo_p2p.chain.stage import Stage
+from echo_p2p.chain.verdict import Remembered
+from echo_p2p.chain.workload import PROMPT_POSITIONS, cache_room
+from echo_p2p.errors import ModelError
+from echo_p2p.swarm import Run
+from echo_p2p.weights.fetch import Replica
+from echo_p2p.weights.store import Store
+from echo_protocols.values import PolicyVersion, Span
+
+log = logging.getLogger(__name__)
+
+_SPOILT_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A span that is loaded, staged and served."""
+
+    span: Span
+    host: StageHost
+    server: ChainServer
+    replica: Replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a span is held: where versions come from, who may open a chain through it, and who hears of a chain's end."""
+
+    board: Board
+    run: Run
+    model: RunModel
+    feed: Feed
+    store: Store
+    allow: Allow
+    ended: Ended
+    engaged: Callable[[], bool]
+    spoilt: dict[tuple[Span, PolicyVersion], Remembered] = field(default_factory=dict)
+    """What stages that went bad had made of canaries: loaded anew, they have to make the same. The last eight."""
+
+
+@asynccontextmanager
+async def hold(span: Span, terms: Terms) -> AsyncIterator[Holding]:
+    """Load a span and bring it to the newest version; served meanwhile. Raises ModelError, WeightsError, ChainError.
+
+    While no chain of the plan needs it, as `terms.engaged` says, it follows the releases by itself: it is ready then.
+    """
+    stage = await _load(span, terms)
+    initial = await trio.to_thread.run_sync(stage.tensors)
+    async with trio.open_nursery() as nursery:
+        with showing(f"weights of span {span} from peers") as report:
+            replica = Replica(initial, terms.store, report=report)
+            nursery.start_soon(terms.feed.keep_staged, replica)
+            version = await replica.newer_than(None)
+        await trio.to_thread.run_sync(replica.switch, version, stage)
+        log.info("holding span %s at version %s", span, version)
+        limits = await trio.to_thread.run_sync(_limits, stage, terms)
+        presence = terms.board.presence
+        host = StageHost(presence.identity.peer_id, stage, replica, version, limits=limits)
+        host.canaries = terms.spoilt.get((span, version), host.canaries)
+        server = ChainServer(presence.hive, host, terms.allow, terms.ended)
+        await nursery.start(server.serve)
+        nursery.start_soon(_follow, host, replica, terms)
+        try:
+            yield Holding(span, host, server, replica)
+        finally:
+            if host.corrupt:
+                terms.spoilt[span, host.version] = host.canaries
+                for oldest in list(terms.spoilt)[:-_SPOILT_MAX]:
+                    del terms.spoilt[oldest]
+        nursery.cancel_scope.cancel()
+
+
+async def _follow(host: StageHost, replica: Replica, terms: Terms) -> None:
+    """Apply versions as they come while nobody else says when. Raises ChainError."""
+    while True:
+        version = await replica.newer_than(host.version)
+        if terms.engaged():
+            await terms.board.presence.swarm.changed()
+            continue
+        async with host.turns.alone() as turn:
+            if not terms.engaged():
+                await host.switch(turn, version)
+
+
+async def _load(span: Span, terms: Terms) -> Stage:
+    config, model = terms.board.config.inference, terms.model
+    with showing(f"fetching weights of span {span}") as report:
+        origin = await trio.to_thread.run_sync(model.bring_weights, span, cancellable(report))
+    stage: Stage = await trio.to_thread.run_sync(
+        lambda: load_engine(config.engine, model.folder, span, device=config.device, weights=origin != "peers")
+    )
+    log.info(
+        "loaded span %s of %s into %s, answers of up to %d tokens",
+        span, terms.run.manifest.model, stage.engine, terms.run.manifest.sampling.max_new_tokens,
+    )  # fmt: skip
+    return SlowStage(stage, config.slowdown_s) if config.slowdown_s else stage
+
+
+def _limits(stage: Stage, terms: Terms) -> ChainLimits:
+    """As many positions as the memory that is left has room for. Raises ModelError if that is too few to begin."""
+    memory = int(psutil.virtual_memory().available * terms.board.config.inference.memory_share)
+    value_bytes = 4 if stage.engine.endswith("float32") else 2
+    room = cache_room(terms.model.folder, stage.span, memory, value_bytes)
+    manifest = terms.run.manifest
+    least = (manifest.group_size + 1) * (PROMPT_POSITIONS + manifest.sampling.max_new_tokens)
+    if room < least:
+        raise ModelError(
+            f"{memory >> 20} MiB are left for keys and values of span {stage.span}, {room} positions; one group may"
+            f" take {least}: free memory, raise inference.memory_share, or serve fewer layers (--max-layers)."
+        )
+    return replace(ChainLimits(), room=min(room, 2**40))
