@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from echo_p2p.identity import Identity
 from echo_p2p.net.dialing import dialable
 from echo_p2p.net.gossip import GossipNode, GossipSettings, open_gossip
 from echo_p2p.net.hive import HiveNode, HiveSettings, open_hive
+from echo_p2p.net.ping import serve_ping
 from echo_p2p.net.reach import WITNESSES_MAX, Finding, Lookout, serve_dial_back
 from echo_p2p.swarm import Swarm
 from echo_protocols.envelope import Border, Sealer
@@ -32,7 +34,7 @@ class Presence:
     """Everything that a role needs of the network.
 
     `record` is what we say of ourselves, but for the addresses, for `reach`, and for `figures`: fields that are read at
-    each renewal.
+    each renewal. `busy` is what we answer to pings: the age of the step that we compute.
     """
 
     identity: Identity
@@ -44,6 +46,7 @@ class Presence:
     swarm: Swarm
     record: RoleRecord
     figures: Callable[[], dict[str, Any]] = dict
+    busy: Callable[[], float] = float
     stream_addresses: tuple[str, ...] = ()
     gossip_addresses: tuple[str, ...] = ()
     found: Finding = field(default_factory=Finding)
@@ -94,6 +97,7 @@ async def open_presence(
             nursery.start_soon(members.run)
             if record.role in _HUBS:
                 await nursery.start(serve_dial_back, hive, hive.seen_at)
+            await nursery.start(partial(serve_ping, hive, lambda: presence.busy(), refused=border.refused))
             nursery.start_soon(_follow_reach, presence)
             nursery.start_soon(_meet_members, presence, nursery)
             yield presence

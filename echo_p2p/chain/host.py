@@ -64,6 +64,13 @@ class StageHost:
         self._discarded: list[int] = []
         self._steps = self._rows = self._switches = 0
         self._busy_s = 0.0
+        self._began_at: float | None = None
+
+    @property
+    def running_s(self) -> float:
+        """For how long the stage's thread has been at its present work; 0.0 if it is idle."""
+        began_at = self._began_at
+        return 0.0 if began_at is None else time.perf_counter() - began_at
 
     def count_refusal(self, reason: str) -> None:
         """Count a fault by its reason; reasons may come from other peers, so at most 64 are told apart."""
@@ -177,9 +184,17 @@ class StageHost:
 
     async def _in_thread(self, turn: Turn, work: Callable[[], T]) -> T:
         timeout_s = self.limits.hop_timeout_s
+
+        def timed() -> T:
+            self._began_at = time.perf_counter()
+            try:
+                return work()
+            finally:
+                self._began_at = None
+
         try:
             with trio.fail_after(timeout_s):
-                return await turn.run(work)
+                return await turn.run(timed)
         except trio.TooSlowError:
             raise broken("stalled", f"the stage did not finish in {timeout_s:g} s", self.peer) from None
         except EchoError as error:

@@ -55,7 +55,7 @@ async def _serve_run(board: Board, places: Places, run: Run, prompts: Prompts) -
     store = await trio.to_thread.run_sync(Store, folder / "blobs", config.store_bytes)
     feed = Feed(presence, run, store)
     service = Service(board, run, prompts, feed, store, Counter(folder / "counter"))
-    presence.figures = service.figures
+    presence.figures, presence.busy = service.figures, service.busy
     board.inference, board.refused = service.view, service.refused
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run)

@@ -130,6 +130,10 @@ class Service:
         view = self.view()
         return {"version": self._host.version if self._host else None, "tokens_per_s": view.tokens_per_s}
 
+    def busy(self) -> float:
+        """The age of the step that is being computed, in seconds; 0.0 if there is none."""
+        return self._host.running_s if self._host else 0.0
+
     def refused(self) -> Mapping[str, int]:
         """What streams of chains were refused for, since this node began to serve."""
         return self._refused_before + (self._host.refused if self._host else Tally())

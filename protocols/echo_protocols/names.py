@@ -8,7 +8,8 @@ BLOB = "/echo/blob/1"
 PULL = "/echo/pull/1"
 HOLDERS = "/echo/holders/1"
 DIAL_BACK = "/echo/dial-back/1"
-CALL_PROTOCOLS = (HOP, BLOB, PULL, HOLDERS)
+PING = "/echo/ping/1"
+CALL_PROTOCOLS = (HOP, BLOB, PULL, HOLDERS, PING)
 
 
 def rollout_topic(swarm: str) -> str:
