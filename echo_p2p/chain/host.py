@@ -64,13 +64,7 @@ class StageHost:
         self._discarded: list[int] = []
         self._steps = self._rows = self._switches = 0
         self._busy_s = 0.0
-        self._began_at: float | None = None
-
-    @property
-    def running_s(self) -> float:
-        """For how long the stage's thread has been at its present work; 0.0 if it is idle."""
-        began_at = self._began_at
-        return 0.0 if began_at is None else time.perf_counter() - began_at
+        self._running_since: float | None = None
 
     def count_refusal(self, reason: str) -> None:
         """Count a fault by its reason; reasons may come from other peers, so at most 64 are told apart."""
@@ -89,6 +83,15 @@ class StageHost:
             busy_s=self._busy_s,
             refused=dict(self.refused),
         )
+
+    @property
+    def running_s(self) -> float:
+        """How long the stage has been at what it computes now, also if nobody waits for it any more; 0 when it rests.
+
+        May be asked from any thread.
+        """
+        since = self._running_since
+        return 0.0 if since is None else time.perf_counter() - since
 
     def begin(self) -> int:
         """The number of a new lane of the stage. Raises ChainBroken when that is one too many."""
@@ -186,11 +189,11 @@ class StageHost:
         timeout_s = self.limits.hop_timeout_s
 
         def timed() -> T:
-            self._began_at = time.perf_counter()
+            self._running_since = time.perf_counter()
             try:
                 return work()
             finally:
-                self._began_at = None
+                self._running_since = None
 
         try:
             with trio.fail_after(timeout_s):
