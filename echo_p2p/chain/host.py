@@ -28,12 +28,16 @@ _REASONS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class HostStatistics:
-    """What a stage has done. `busy_s` is time in the stage's own code, `refused` counts frames and chains by reason."""
+    """What a stage has done. `busy_s` is time in the stage's own code, `refused` counts frames and chains by reason.
+
+    `tokens` are those that were computed, prompts included; `rows` counts a part of a prompt as one.
+    """
 
     version: PolicyVersion
     lanes: int
     steps: int
     rows: int
+    tokens: int
     switches: int
     busy_s: float
     refused: Mapping[str, int]
@@ -62,7 +66,7 @@ class StageHost:
         self._lanes: set[int] = set()
         self._lanes_begun = 0
         self._discarded: list[int] = []
-        self._steps = self._rows = self._switches = 0
+        self._steps = self._rows = self._tokens = self._switches = 0
         self._busy_s = 0.0
         self._running_since: float | None = None
 
@@ -79,6 +83,7 @@ class StageHost:
             lanes=len(self._lanes),
             steps=self._steps,
             rows=self._rows,
+            tokens=self._tokens,
             switches=self._switches,
             busy_s=self._busy_s,
             refused=dict(self.refused),
@@ -127,9 +132,12 @@ class StageHost:
 
         Raises ChainBroken when the engine fails or exceeds the hop's deadline.
         """
-        return await self._step(
-            turn, lane, len(rows), lambda: finish(self.stage.forward(lane, rows, positions, inputs))
-        )
+
+        def work() -> T:
+            self._tokens += inputs.shape[0] * inputs.shape[1]
+            return finish(self.stage.forward(lane, rows, positions, inputs))
+
+        return await self._step(turn, lane, len(rows), work)
 
     async def join(self, turn: Turn, lane: int, rows: Integers, source: int, finish: Callable[[], T]) -> T:
         """Let rows begin with what another lane has read; then `finish`. Raises ChainBroken."""

@@ -24,10 +24,11 @@ from echo_node.prompts import Prompts
 from echo_node.state import InferenceView
 from echo_p2p.chain.driver import open_chain
 from echo_p2p.chain.engines import load_engine
-from echo_p2p.chain.host import StageHost
+from echo_p2p.chain.host import HostStatistics, StageHost
 from echo_p2p.chain.link import ChainLimits
 from echo_p2p.chain.ring import Ring, opening_fault
 from echo_p2p.chain.server import ChainServer
+from echo_p2p.chain.speed import value_bytes
 from echo_p2p.chain.stage import Stage
 from echo_p2p.chain.workload import PROMPT_POSITIONS, cache_room
 from echo_p2p.errors import ChainError, ModelError
@@ -130,6 +131,10 @@ class Service:
         view = self.view()
         return {"version": self._host.version if self._host else None, "tokens_per_s": view.tokens_per_s}
 
+    def work(self) -> tuple[Span, HostStatistics] | None:
+        """The span that is served, and what its stage has done so far."""
+        return (self._host.stage.span, self._host.statistics) if self._host else None
+
     def busy(self) -> float:
         """The age of the step that is being computed, in seconds; 0.0 if there is none."""
         return self._host.running_s if self._host else 0.0
@@ -176,8 +181,7 @@ class Service:
     def _limits(self, stage: Stage) -> ChainLimits:
         """As many positions as the memory that is left has room for. Raises ModelError if that is too few to begin."""
         memory = int(psutil.virtual_memory().available * self._board.config.inference.memory_share)
-        value_bytes = 4 if stage.engine.endswith("float32") else 2
-        room = cache_room(self._prompts.model_path, stage.span, memory, value_bytes)
+        room = cache_room(self._prompts.model_path, stage.span, memory, value_bytes(stage.engine))
         manifest = self._run.manifest
         least = (manifest.group_size + 1) * (PROMPT_POSITIONS + manifest.sampling.max_new_tokens)
         if room < least:
