@@ -135,20 +135,20 @@ def successor(run: Run, runs: Sequence[Run]) -> Run | None:
 
 
 def candidates(swarm: Swarm, owner: str, told: Collection[str]) -> list[Run]:
-    """The runs of live trainers: only `owner`'s if there is one; those of peers that we were told of, then the oldest.
+    """The runs of live trainers, and those whose trainer is away while others take part; only `owner`'s if named.
 
-    Who publishes a run says when it began, so the order is worth little among strangers.
+    First those with a live trainer, then of peers that we were told of, then the oldest: who publishes a run says when
+    it began, so the order is worth little among strangers.
     """
-    live = [
-        run
-        for run in swarm.runs
-        if run.owner in swarm.members and swarm.members[run.owner].record.role == "trainer" and owner in ("", run.owner)
-    ]
-    return sorted(live, key=lambda run: run.owner not in told)
+    members = swarm.members
+    led = {peer for peer, member in members.items() if member.record.role == "trainer"}
+    served = {member.record.run_id for member in members.values() if member.record.role == "inference"}
+    going_on = [run for run in swarm.runs if (run.owner in led or run.run_id in served) and owner in ("", run.owner)]
+    return sorted(going_on, key=lambda run: (run.owner not in led, run.owner not in told))
 
 
 async def _find_run(presence: Presence, config: NodeConfig) -> tuple[Run, Prompts]:
-    """A run of this swarm with a live trainer, and its prompts. Raises ModelError, ConfigError if we can serve none."""
+    """A run of this swarm that goes on, and its prompts. Raises ModelError, ConfigError if we can serve none."""
     swarm = presence.swarm
     log.info("looking for a run in swarm %s", swarm.name)
     told = {address.rpartition("/p2p/")[2] for address in config.network.peers}
