@@ -10,10 +10,12 @@ import trio
 
 from echo_node.board import Board
 from echo_node.feed import Feed
+from echo_node.measure import follow_speed, measured, told
 from echo_node.places import Places
 from echo_node.produce import Counter
 from echo_node.prompts import Prompts, load_prompts
 from echo_node.serve import Assignment, Service
+from echo_node.ways import keep_measuring_ways
 from echo_p2p.chain.shape import layers_that_fit, model_shape
 from echo_p2p.config import InferenceConfig, NodeConfig
 from echo_p2p.errors import ChainError, ConfigError, ModelError, NetError, WeightsError
@@ -52,6 +54,11 @@ async def _serve_run(board: Board, places: Places, run: Run, prompts: Prompts) -
     presence.swarm.join(run)
     capacity = await trio.to_thread.run_sync(measure_capacity, config, run.manifest)
     folder = places.run(run.run_id)
+    speed = await trio.to_thread.run_sync(
+        measured, config, run.manifest, prompts.model_path, folder, capacity.max_layers, abandon_on_cancel=True
+    )
+    capacity = told(capacity, speed, run.manifest.layers)
+    log.info("this device computes %.0f layers × tokens a second", capacity.layers_per_s)
     store = await trio.to_thread.run_sync(Store, folder / "blobs", config.store_bytes)
     feed = Feed(presence, run, store)
     service = Service(board, run, prompts, feed, store, Counter(folder / "counter"))
@@ -70,6 +77,9 @@ async def _serve_run(board: Board, places: Places, run: Run, prompts: Prompts) -
             )
         )
         presence.say(run_id=run.run_id, capacity=capacity, span=None)
+        nursery.start_soon(keep_measuring_ways, presence)
+        if speed is not None:
+            nursery.start_soon(follow_speed, presence, service, speed, run.manifest.layers)
         await _follow_plan(presence, service)
 
 
