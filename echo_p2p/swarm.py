@@ -1,7 +1,8 @@
 """Membership of one swarm: who is in it, which run it works on, which plan and release are the latest.
 
-Everything is a signed envelope in an expiring record (time to live 60 s, renewed each 20 s), so a peer that dies
-is gone within a minute, and one that leaves says so. Knows no gossip, no chain and no training.
+Everything is a signed envelope in an expiring record, renewed each 20 s. What a peer says of itself lives for 60 s: one
+that dies is gone within a minute, and one that leaves says so. What a trainer says of its run outlives it by an hour.
+Knows no gossip, no chain and no training.
 """
 
 import logging
@@ -26,7 +27,10 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-RECORD_TTL_S = 60.0
+ROLE_TTL_S = 60.0
+RUN_TTL_S = 3600.0
+"""Of manifest, plan and latest release: for who joins while the trainer is away. Newer ones replace them at once."""
+
 RENEW_EVERY_S = 20.0
 WATCH_EVERY_S = 2.0
 LOOK_EVERY_S = 0.3
@@ -148,15 +152,15 @@ class Swarm:
 
     async def _publish(self, key: str, kind: Kind[T], run_id: bytes, value: T) -> None:
         self._published[key] = self._sealer.seal(kind, run_id, value, time.time())
-        await self._put(key, self._published[key], RECORD_TTL_S)
+        await self._put(key, self._published[key], RUN_TTL_S)
 
     async def _renew(self) -> None:
         while True:
             self._renew_now = trio.Event()
             role = self._sealer.seal(ROLE, NO_RUN, self._describe(), time.time())
-            await self._put(names.role_key(self.name), role, RECORD_TTL_S)
+            await self._put(names.role_key(self.name), role, ROLE_TTL_S)
             for key, sealed in list(self._published.items()):
-                await self._put(key, sealed, RECORD_TTL_S)
+                await self._put(key, sealed, RUN_TTL_S)
             with trio.move_on_after(RENEW_EVERY_S):
                 await self._renew_now.wait()
 
@@ -164,7 +168,7 @@ class Swarm:
         # a record is only ever replaced by one that expires later, so leaving is said, not withdrawn
         farewell = msgspec.structs.replace(self._describe(), leaving=True)
         role = self._sealer.seal(ROLE, NO_RUN, farewell, time.time())
-        await self._put(names.role_key(self.name), role, RECORD_TTL_S)
+        await self._put(names.role_key(self.name), role, ROLE_TTL_S)
 
     async def _put(self, key: str, value: bytes, ttl_s: float) -> None:
         try:

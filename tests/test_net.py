@@ -263,6 +263,22 @@ def test_a_record_over_its_bound_is_refused(pair):
     run(pair, check)
 
 
+def test_what_a_node_has_put_outlives_it():
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with open_hive(generate(), HiveSettings(role="bootstrap")) as bootstrap:
+                addresses = tuple(await bootstrap.visible_addresses())
+                async with open_hive(generate(), HiveSettings(role="trainer", initial_peers=addresses)) as trainer:
+                    await trainer.wait_joined()
+                    await trainer.put("key", b"stands", 600.0)
+                async with open_hive(generate(), HiveSettings(role="volunteer", initial_peers=addresses)) as newcomer:
+                    await newcomer.wait_joined()
+                    found = await newcomer.get("key")
+        assert {owner: record.value for owner, record in found.items()} == {trainer.peer_id: b"stands"}
+
+    trio.run(main)
+
+
 def test_a_forged_record_is_refused_by_the_dht():
     async def check(one, other):
         await one.put("key", b"mine", 30)

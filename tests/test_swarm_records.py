@@ -3,6 +3,7 @@
 import logging
 import time
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -251,6 +252,73 @@ def test_a_run_of_a_stranger_does_not_go_before_that_of_whom_we_were_told() -> N
     assert candidates(peer.swarm, TRAINER.peer_id, ()) == [ours]
     peer.swarm.members[HOSTILE.peer_id] = Member(HOSTILE.peer_id, volunteer, 0.0)
     assert candidates(peer.swarm, "", ()) == [ours]
+
+
+def test_who_joins_while_the_trainer_is_away_finds_the_run_the_plan_and_the_release() -> None:
+    async def stay(peer: Peer, seconds: float) -> None:
+        with trio.move_on_after(seconds):
+            await peer.swarm.run()
+
+    async def main() -> None:
+        network = MemoryNetwork(now=trio.current_time)
+        trainer, worker, newcomer = (Peer(network, each) for each in (TRAINER, PEER, from_seed(b"n" * 32)))
+        trainer.record = msgspec.structs.replace(trainer.record, role="trainer")
+        run = Run(manifest(), manifest().run_id(), TRAINER.peer_id, 0.0)
+        worker.record = msgspec.structs.replace(worker.record, run_id=run.run_id)
+        made, release = Plan(number=7, layers=4), PolicyVersion(epoch=0, step=3)
+        await trainer.swarm.publish_run(run.manifest)
+        await trainer.swarm.publish_plan(run.run_id, made)
+        await trainer.swarm.publish_latest(run.run_id, LatestRelease(version=release, release=bytes(32), size_bytes=9))
+        await stay(trainer, 100.0)
+        async with trio.open_nursery() as nursery:
+            await trio.sleep(1800.0)
+            await stay(newcomer, 10.0)
+            assert TRAINER.peer_id not in newcomer.swarm.members
+            assert candidates(newcomer.swarm, "", ()) == []  # nobody is at it
+            nursery.start_soon(worker.swarm.run)
+            await stay(newcomer, 10.0)
+            (found,) = candidates(newcomer.swarm, "", ())
+            assert found.run_id == run.run_id
+            newcomer.swarm.join(found)
+            await stay(newcomer, 10.0)
+            assert newcomer.swarm.plan == made
+            assert newcomer.swarm.latest is not None
+            assert newcomer.swarm.latest.version == release
+            await trio.sleep(1800.0)
+            late = Peer(network, HOSTILE)
+            await stay(late, 10.0)
+            assert late.swarm.runs == ()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_run_whose_trainer_is_away_comes_after_those_that_are_led() -> None:
+    peer = Peer(MemoryNetwork(), PEER)
+    ours, foreign = (Run(made, made.run_id(), made.trainers[0], 0.0) for made in (manifest(), manifest(HOSTILE)))
+    peer.swarm.runs = (ours, foreign)
+    trainer = RoleRecord(role="trainer", software="x")
+    worker = RoleRecord(role="inference", software="x", run_id=ours.run_id)
+    peer.swarm.members = {
+        HOSTILE.peer_id: Member(HOSTILE.peer_id, trainer, 0.0),
+        "worker": Member("worker", worker, 0.0),
+    }
+    assert candidates(peer.swarm, "", {TRAINER.peer_id}) == [foreign, ours]
+    assert candidates(peer.swarm, TRAINER.peer_id, ()) == [ours]
+
+
+def test_a_plan_of_before_is_worth_nothing_beside_a_newer_one() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        trainer, peer = Peer(network, TRAINER), Peer(network, PEER)
+        run = Run(manifest(), manifest().run_id(), TRAINER.peer_id, 0.0)
+        peer.swarm.join(run)
+        for number, known in ((9, 9), (8, 9), (10, 10)):
+            await trainer.put(names.plan_key("s"), PLAN, run.run_id, Plan(number=number, layers=4))
+            await look(peer)
+            assert peer.swarm.plan == Plan(number=known, layers=4)
+
+    trio.run(main)
 
 
 def test_a_plan_fits_into_its_record_however_many_announce_themselves() -> None:

@@ -34,12 +34,16 @@ _TIMES_USUAL = 6.0
 
 @dataclass(frozen=True, slots=True)
 class HostStatistics:
-    """What a stage has done. `busy_s` is time in the stage's own code, `refused` counts frames and chains by reason."""
+    """What a stage has done. `busy_s` is time in the stage's own code, `refused` counts frames and chains by reason.
+
+    `tokens` are those that were computed, prompts included; `rows` counts a part of a prompt as one.
+    """
 
     version: PolicyVersion
     lanes: int
     steps: int
     rows: int
+    tokens: int
     switches: int
     busy_s: float
     refused: Mapping[str, int]
@@ -81,7 +85,7 @@ class StageHost:
         self._lanes: set[int] = set()
         self._lanes_begun = 0
         self._discarded: list[int] = []
-        self._steps = self._rows = self._switches = 0
+        self._steps = self._rows = self._tokens = self._switches = 0
         self._busy_s = 0.0
         self.canaries = Remembered(tolerance_of(stage.engine))
         """What the stage made of canaries; one that was loaded anew may be given what it made before."""
@@ -103,6 +107,7 @@ class StageHost:
             lanes=len(self._lanes),
             steps=self._steps,
             rows=self._rows,
+            tokens=self._tokens,
             switches=self._switches,
             busy_s=self._busy_s,
             refused=dict(self.refused),
@@ -152,9 +157,12 @@ class StageHost:
         Raises ChainBroken when the engine fails or exceeds the hop's deadline.
         """
         length = inputs.shape[1]
-        return await self._step(
-            turn, lane, len(rows), length, lambda: finish(self.stage.forward(lane, rows, positions, inputs))
-        )
+
+        def work() -> T:
+            self._tokens += inputs.shape[0] * length
+            return finish(self.stage.forward(lane, rows, positions, inputs))
+
+        return await self._step(turn, lane, len(rows), length, work)
 
     async def join(self, turn: Turn, lane: int, rows: Integers, source: int, finish: Callable[[], T]) -> T:
         """Let rows begin with what another lane has read; then `finish`. Raises ChainBroken."""

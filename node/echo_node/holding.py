@@ -20,6 +20,7 @@ from echo_p2p.chain.engines import load_engine
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainLimits
 from echo_p2p.chain.server import Allow, ChainServer, Ended
+from echo_p2p.chain.speed import value_bytes
 from echo_p2p.chain.stage import Stage
 from echo_p2p.chain.verdict import Remembered
 from echo_p2p.chain.workload import PROMPT_POSITIONS, cache_room
@@ -121,8 +122,7 @@ async def _load(span: Span, terms: Terms) -> Stage:
 def _limits(stage: Stage, terms: Terms) -> ChainLimits:
     """As many positions as the memory that is left has room for. Raises ModelError if that is too few to begin."""
     memory = int(psutil.virtual_memory().available * terms.board.config.inference.memory_share)
-    value_bytes = 4 if stage.engine.endswith("float32") else 2
-    room = cache_room(terms.model.folder, stage.span, memory, value_bytes)
+    room = cache_room(terms.model.folder, stage.span, memory, value_bytes(stage.engine))
     manifest = terms.run.manifest
     least = (manifest.group_size + 1) * (PROMPT_POSITIONS + manifest.sampling.max_new_tokens)
     if room < least:

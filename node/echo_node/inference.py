@@ -12,12 +12,14 @@ import trio
 
 from echo_node.board import Board
 from echo_node.feed import Feed
+from echo_node.measure import follow_speed, measured, told
 from echo_node.model_files import open_model
 from echo_node.places import Places
 from echo_node.produce import Counter
 from echo_node.prompts import Prompts, load_prompts
 from echo_node.run_model import RunModel
 from echo_node.serve import Service
+from echo_node.ways import keep_measuring_ways
 from echo_p2p.chain.fit import layers_on, refusal
 from echo_p2p.chain.pricing import Device
 from echo_p2p.chain.workload import workload_of
@@ -69,9 +71,14 @@ async def _serve_run(board: Board, places: Places, joined: _Joined) -> None:
     log.info("run %s: %s, task %s", run.run_id.hex()[:12], run.manifest.model, run.manifest.task.name)
     presence.swarm.join(run)
     capacity = await trio.to_thread.run_sync(measure_capacity, config, run.manifest, joined.model.folder)
+    folder = places.run(run.run_id)
+    speed = await trio.to_thread.run_sync(
+        measured, config, run.manifest, joined.model, folder, capacity.max_layers, abandon_on_cancel=True
+    )
+    capacity = told(capacity, speed, run.manifest.layers)
+    log.info("this device computes %.0f layers × tokens a second", capacity.layers_per_s)
     feed = Feed(presence, run, store)
-    counter = Counter(places.run(run.run_id) / "counter")
-    service = Service(board, run, joined.model, joined.prompts, feed, store, counter)
+    service = Service(board, run, joined.model, joined.prompts, feed, store, Counter(folder / "counter"))
     presence.figures, presence.busy = service.figures, service.busy
     board.inference, board.refused = service.view, service.refused
     async with trio.open_nursery() as nursery:
@@ -88,6 +95,9 @@ async def _serve_run(board: Board, places: Places, joined: _Joined) -> None:
         )
         presence.say(run_id=run.run_id, capacity=capacity, span=None)
         nursery.start_soon(service.run)
+        nursery.start_soon(keep_measuring_ways, presence)
+        if speed is not None:
+            nursery.start_soon(follow_speed, presence, service, speed, run.manifest.layers)
         await _follow_plan(presence, service)
 
 
@@ -148,20 +158,20 @@ def successor(run: Run, runs: Sequence[Run]) -> Run | None:
 
 
 def candidates(swarm: Swarm, owner: str, told: Collection[str]) -> list[Run]:
-    """The runs of live trainers: only `owner`'s if there is one; those of peers that we were told of, then the oldest.
+    """The runs of live trainers, and those whose trainer is away while others take part; only `owner`'s if named.
 
-    Who publishes a run says when it began, so the order is worth little among strangers.
+    First those with a live trainer, then of peers that we were told of, then the oldest: who publishes a run says when
+    it began, so the order is worth little among strangers.
     """
-    live = [
-        run
-        for run in swarm.runs
-        if run.owner in swarm.members and swarm.members[run.owner].record.role == "trainer" and owner in ("", run.owner)
-    ]
-    return sorted(live, key=lambda run: run.owner not in told)
+    members = swarm.members
+    led = {peer for peer, member in members.items() if member.record.role == "trainer"}
+    served = {member.record.run_id for member in members.values() if member.record.role == "inference"}
+    going_on = [run for run in swarm.runs if (run.owner in led or run.run_id in served) and owner in ("", run.owner)]
+    return sorted(going_on, key=lambda run: (run.owner not in led, run.owner not in told))
 
 
 async def _find_run(board: Board, places: Places) -> _Joined:
-    """A run of this swarm with a live trainer that we can serve. Raises ModelError, ConfigError if there is none."""
+    """A run of this swarm that goes on, and that we can serve. Raises ModelError, ConfigError if there is none."""
     swarm, config = board.presence.swarm, board.config
     log.info("looking for a run in swarm %s", swarm.name)
     told = {address.rpartition("/p2p/")[2] for address in config.network.peers}

@@ -145,6 +145,11 @@ class RunModel:
         self._nearby = nearby
         self._contents = contents
 
+    @property
+    def local(self) -> Path | None:
+        """The folder on this machine that has all weights, if the user named one or the model is built in."""
+        return self._nearby.local
+
     def bring_weights(self, span: Span, report: Report) -> Literal["folder", "hub", "peers"]:
         """Link the files with the span's tensors into the folder, fetched if need be; says where they come from.
 

@@ -26,6 +26,7 @@ from echo_node.state import Activity, InferenceView
 from echo_node.whole import WholeModel, hold_whole
 from echo_p2p.chain.driver import ChainDriver, open_chain
 from echo_p2p.chain.engines import takes_vllm, this_machine
+from echo_p2p.chain.host import HostStatistics
 from echo_p2p.chain.link import GARBAGE, ChainBroken
 from echo_p2p.chain.ring import Ring, opening_fault
 from echo_p2p.chain.verdict import Seen
@@ -172,6 +173,10 @@ class Service:
     def busy(self) -> float:
         """The age of the step that is being computed, in seconds; 0.0 if there is none."""
         return self._holding.host.running_s if self._holding else 0.0
+
+    def work(self) -> tuple[Span, HostStatistics] | None:
+        """The span that is held, and what its stage has done so far."""
+        return (self._holding.span, self._holding.host.statistics) if self._holding else None
 
     def refused(self) -> Mapping[str, int]:
         """What streams of chains were refused for, since this node began to serve."""
