@@ -28,6 +28,7 @@ from urllib.request import urlopen
 
 import click
 import msgspec
+import numpy as np
 import trio
 
 from echo_node.board import Board
@@ -42,9 +43,12 @@ from echo_node.prompts import load_prompts
 from echo_node.standing import Standing
 from echo_node.trainer import make_manifest, serve_store
 from echo_p2p.chain.driver import open_chain
+from echo_p2p.chain.group import GroupRequest
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.memory_stage import MemoryWeights
 from echo_p2p.chain.ring import Ring
+from echo_p2p.chain.sampler import audit
+from echo_p2p.chain.stage import Stage
 from echo_p2p.chain.torch_stage import load_stage
 from echo_p2p.config import load_config
 from echo_p2p.identity import generate
@@ -57,7 +61,8 @@ from echo_p2p.weights.store import Store
 from echo_protocols import names
 from echo_protocols.envelope import Opened
 from echo_protocols.peer import Plan, RoleRecord, Stop
-from echo_protocols.rollout import RolloutGroup
+from echo_protocols.rollout import RolloutGroup, Sample
+from echo_protocols.uniform import uniform
 from echo_protocols.values import PolicyVersion, Span
 
 WINDOW_S = 2.0
@@ -66,6 +71,7 @@ WARM_S = 8.0
 SETTLE_S = 15.0
 PATIENCE_S = 120.0
 PING_PATIENCE_S = 10.0
+_AUDIT_LANE = 2**20
 EDGE = 1e-4
 """A draw this near to the edge of its token's interval may fall on either side: other batches round differently."""
 
@@ -232,29 +238,46 @@ async def wrong_tokens(found: Scene) -> tuple[int, int]:
     ring = Ring((Stop(peer=host.peer, span=span),), run.run_id, lanes=8, rows=16)
     wrong = tokens = 0
     limiter = trio.CapacityLimiter(16)
+    other: list[tuple[GroupRequest, int, Sample]] = []
 
     async def compare(each: Taken) -> None:
         nonlocal wrong, tokens
         async with limiter:
             prompt = await trio.to_thread.run_sync(prompts.ids, each.group.prompt_index)
-            samples = await driver.generate(group_request(made, (each.worker, each.group.counter), prompt))
-        for got, right in zip(each.group.samples, samples, strict=True):
+            request = group_request(made, (each.worker, each.group.counter), prompt)
+            samples = await driver.generate(request)
+        for number, (got, right) in enumerate(zip(each.group.samples, samples, strict=True)):
             tokens += len(got.tokens)
-            wrong += _apart(got.tokens, got.logprobs, right.tokens, right.logprobs)
+            if got.tokens == right.tokens:
+                wrong += sum(abs(one - two) > EDGE for one, two in zip(got.logprobs, right.logprobs, strict=True))
+            else:
+                other.append((request, number, got))
 
     async with open_chain(ring, host) as driver, trio.open_nursery() as nursery:
         for each in found.taken:
             nursery.start_soon(compare, each)
+    for request, number, got in other:
+        wrong += await trio.to_thread.run_sync(_refused, stage, request, number, got)
     return wrong, tokens
 
 
-def _apart(
-    tokens: tuple[int, ...], logprobs: tuple[float, ...], right: tuple[int, ...], known: tuple[float, ...]
-) -> int:
-    """Tokens, or log-probabilities of them, that are not the whole model's."""
-    same = sum(one == other for one, other in zip(tokens, right, strict=False))
-    far = sum(abs(one - other) > EDGE for one, other in zip(logprobs, known, strict=False))
-    return max(len(tokens), len(right)) - same + (far if tokens == right else 0)
+def _refused(stage: Stage, request: GroupRequest, number: int, got: Sample) -> int:
+    """Tokens of an answer that the whole model could not have drawn there, given those before them.
+
+    What is computed together changes the last bits, so that now and then a uniform falls on the other side of an edge:
+    from there on the answers differ, and both are right.
+    """
+    row, refused, sampling = np.zeros(1, np.int32), 0, request.sampling
+    inputs, at = np.array([request.prompt], np.int32), 0
+    for place, (token, logprob) in enumerate(zip(got.tokens, got.logprobs, strict=True)):
+        logits = stage.forward(_AUDIT_LANE, row, np.array([at], np.int32), inputs)[0]  # (vocabulary,)
+        drawn = audit(logits, token, uniform(request.run_seed, request.group_id, number, place), sampling, EDGE)
+        scores = logits.astype(np.float64) / sampling.temperature
+        known = scores[token] - np.logaddexp.reduce(scores)  # the run truncates nothing
+        refused += not drawn or abs(known - logprob) > EDGE
+        inputs, at = np.array([[token]], np.int32), at + inputs.shape[1]
+    stage.close(_AUDIT_LANE)
+    return refused
 
 
 @dataclass(frozen=True)
