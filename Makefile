@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env env-vllm demo test test-fast test-network test-vllm check format bench clean
+.PHONY: env env-vllm demo test test-fast test-long test-network test-vllm check format bench clean
 
 env: .venv/ready
 
@@ -33,7 +33,10 @@ demo: env
 	$(BIN)/echo-node demo $(ARGS)
 
 test: env
-	$(BIN)/pytest -m 'not network' $(ARGS)
+	$(BIN)/pytest -m 'not network and not long' $(ARGS)
+
+test-long: env
+	$(BIN)/pytest -m long $(ARGS)
 
 test-network: env
 	$(BIN)/pytest -m network -rs $(ARGS)

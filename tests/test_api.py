@@ -261,6 +261,25 @@ def test_status_says_what_matters_in_words() -> None:
     assert "10 s ago: peer joined" in text
 
 
+def test_how_fast_a_device_was_measured_to_be_is_said_in_words() -> None:
+    own = PeerView(
+        peer="12D3KooWtrainer",
+        role="inference",
+        ours=True,
+        layers_per_s=16929.5,
+        head_layers=0.26,
+        max_layers=4,
+        ways=3,
+    )
+    text = " ".join(_text(render_status(msgspec.structs.replace(STATE, peers=(own, *STATE.peers[1:])))).split())
+    assert (
+        "This device holds 4 layers and computes 16,930 layers × tokens a second; the output matrix takes as long as "
+        "0.3 layers; the ways to 3 other peers are measured."
+    ) in text
+    assert "16,930" in _text(render_peers(msgspec.structs.replace(STATE, peers=(own,))))
+    assert "layers × tokens a second" not in _text(render_status(STATE))
+
+
 def test_text_from_strangers_can_not_drive_the_terminal() -> None:
     stranger = PeerView(peer="12D3\x1b[2J", role="[bold]x", device="\x1b]0;title\x07" + "y" * 500)
     text = _text(render_peers(msgspec.structs.replace(STATE, peers=(stranger,))))

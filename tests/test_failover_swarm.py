@@ -30,7 +30,14 @@ BENCH = bench()
 CASES = {case.name: case for case in BENCH.CASES}
 
 
-@pytest.mark.parametrize(("name", "spoil"), [*((each, "noise") for each in CASES), ("corrupt", "nan")])
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        pytest.param("killed_second", "noise"),
+        *(pytest.param(each, "noise", marks=pytest.mark.long) for each in CASES if each != "killed_second"),
+        pytest.param("corrupt", "nan", marks=pytest.mark.long),
+    ],
+)
 def test_a_chain_goes_on_without_a_stage_that_fails_and_no_token_is_wrong(
     tmp_path: Path, name: str, spoil: str
 ) -> None:

@@ -33,7 +33,7 @@ def expected(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     for token in ranked:
         kept.append(token)
         gathered += mass[token]
-        if gathered >= sampling.top_p * sum(mass.values()):
+        if sampling.top_p < 1.0 and gathered >= sampling.top_p * sum(mass.values()):
             break
     chances = np.zeros(len(scores))
     for token in kept:

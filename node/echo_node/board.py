@@ -95,14 +95,18 @@ def _by_role(presence: Presence) -> list[Member]:
 
 
 def _peer_view(member: Member, ours: str, now: float) -> PeerView:
-    record = member.record
+    record, capacity = member.record, member.record.capacity
     return PeerView(
         peer=member.peer,
         role=record.role,
         span=str(record.span) if record.span else None,
         version=str(record.version) if record.version else None,
         tokens_per_s=record.tokens_per_s,
-        device=record.capacity.device if record.capacity else "",
+        layers_per_s=capacity.layers_per_s if capacity else 0.0,
+        head_layers=capacity.head_layers if capacity else 0.0,
+        max_layers=capacity.max_layers if capacity else 0,
+        ways=len(capacity.ways) if capacity else 0,
+        device=capacity.device if capacity else "",
         reach=record.reach,
         age_s=max(0.0, now - member.heard_at),
         ours=member.peer == ours,

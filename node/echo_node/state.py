@@ -8,13 +8,21 @@ Activity = Literal["starting", "waiting", "fetching", "standing by", "serving", 
 
 
 class PeerView(Struct, frozen=True, kw_only=True):
-    """One member of the swarm, as this node sees it."""
+    """One member of the swarm, as this node sees it.
+
+    `layers_per_s` is layers × tokens a second, `head_layers` the output matrix's time in layers, 0.0 while unmeasured;
+    `ways` are those that it has measured to others.
+    """
 
     peer: str
     role: str
     span: str | None = None
     version: str | None = None
     tokens_per_s: float = 0.0
+    layers_per_s: float = 0.0
+    head_layers: float = 0.0
+    max_layers: int = 0
+    ways: int = 0
     device: str = ""
     reach: str = "unknown"
     age_s: float = 0.0

@@ -123,6 +123,8 @@ def status_lines(state: NodeState) -> Iterator[str]:
     own = next((peer for peer in state.peers if peer.ours), None)
     if own is not None and own.reach in REACH_WORDS:
         yield REACH_WORDS[own.reach]
+    if own is not None and own.layers_per_s > 0.0:
+        yield speed_line(own)
     if state.run is not None:
         yield run_line(state.run)
     if state.trainer is not None:
@@ -131,6 +133,16 @@ def status_lines(state: NodeState) -> Iterator[str]:
         yield from _inference_lines(state.inference)
     if state.join_line:
         yield f"Next machine: {plain(state.join_line, 1000)}"
+
+
+def speed_line(own: PeerView) -> str:
+    """How fast this device was measured to be, in one sentence."""
+    head = f"; the output matrix takes as long as {own.head_layers:.1f} layers" if own.head_layers else ""
+    ways = f"; the ways to {count_text(own.ways, 'other peer')} are measured" if own.ways else ""
+    return (
+        f"This device holds {count_text(own.max_layers, 'layer')} and computes {own.layers_per_s:,.0f} layers × tokens "
+        f"a second{head}{ways}."
+    )
 
 
 def run_line(run: RunView) -> str:
@@ -169,7 +181,8 @@ def peers_table(peers: tuple[PeerView, ...], names: dict[str, str] | None = None
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("peer", "role", "layers", "version"):
         table.add_column(heading, no_wrap=True)
-    table.add_column("tokens/s", justify="right", no_wrap=True)
+    for heading in ("tokens/s", "layers/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("device", "reach"):
         table.add_column(heading, no_wrap=True)
     table.add_column("seen", justify="right", no_wrap=True)
@@ -183,6 +196,7 @@ def peers_table(peers: tuple[PeerView, ...], names: dict[str, str] | None = None
             Text(plain(peer.span or "–")),
             Text(plain(peer.version or "–")),
             Text(f"{peer.tokens_per_s:,.0f}" if peer.role == "inference" else "–"),
+            Text(f"{peer.layers_per_s:,.0f}" if peer.layers_per_s else "–"),
             Text(plain(peer.device or "–", 24)),
             Text(plain(peer.reach)),
             Text(f"{duration_text(peer.age_s)} ago"),

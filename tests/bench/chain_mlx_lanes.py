@@ -18,9 +18,10 @@ import numpy as np
 import trio
 from chain_answers import ALONE, answer_all, prompts_of, tokens_of
 from chain_rings import ROWS, V0, request
-from chain_stage import prefix_sharing, ragged_steps
+from chain_stage import free, prefix_sharing, ragged_steps, seconds_of, share, step
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.utils import load_model
+from numpy.typing import NDArray
 
 from echo_p2p.chain.driver import ChainDriver, open_chain
 from echo_p2p.chain.group import GroupRequest
@@ -36,17 +37,18 @@ from echo_protocols.run import Sampling
 from echo_protocols.values import Span
 
 FIXED = 32
-LONGEST = 64
-STOPS = frozenset(range(0, 1 << 16, 50))
+LONGEST = 128
+STOPS = frozenset(range(0, 1 << 16, 12))
 """Tokens that end an answer, so that the answers of one group have unlike lengths."""
 
 
 @asynccontextmanager
-async def open_whole(stage: Stage, *, exclusive: bool) -> AsyncIterator[ChainDriver]:
+async def open_whole(stage: Stage, *, exclusive: bool) -> AsyncIterator[tuple[ChainDriver, StageHost]]:
     """A chain of one peer, with one lane."""
+    host = StageHost(ALONE, stage, MemoryWeights({}), V0)
     ring = Ring((Stop(peer=ALONE, span=stage.span),), bytes(32), lanes=1, rows=ROWS, exclusive=exclusive)
-    async with open_chain(ring, StageHost(ALONE, stage, MemoryWeights({}), V0)) as driver:
-        yield driver
+    async with open_chain(ring, host) as driver:
+        yield driver, host
 
 
 def unlike(number: int, prompt: Sequence[int]) -> GroupRequest:
@@ -75,12 +77,28 @@ async def answered(driver: ChainDriver, requests: Sequence[GroupRequest]) -> tup
     return time.process_time() - begun, [answer for place in sorted(answers) for answer in answers[place]]
 
 
+def full_step_over_one_row(stage: Stage, prompt: NDArray[np.int32]) -> dict[str, float]:
+    """What a step of a full lane costs, in steps of a single row."""
+    seconds = []
+    for rows in (1, ROWS):
+        share(stage, prompt, rows)
+        names, newest = np.arange(rows, dtype=np.int32), np.repeat(prompt[:, :1], rows, axis=0)
+        start = np.full(rows, prompt.shape[1], np.int32)
+        seconds.append(median(seconds_of(step, stage, names, start + i, newest) for i in range(8)))
+        free(stage)
+    return {"full_step_over_step_of_one_row": seconds[1] / seconds[0]}
+
+
 async def continuous_over_exclusive(stage: Stage, *, groups: int) -> dict[str, float]:
-    """The same groups together, and one after the other."""
+    """The same groups together, and one after the other.
+
+    The ratio of steps is what there is to gain where a step of few rows costs as much as one of many; CPUs are far from
+    it: `full_step_over_step_of_one_row`.
+    """
     requests = [unlike(number, prompt) for number, prompt in enumerate(prompts_of(groups).tolist())]
-    async with open_whole(stage, exclusive=False) as driver:
+    async with open_whole(stage, exclusive=False) as (driver, together):
         together_s, answers = await answered(driver, requests)
-    async with open_whole(stage, exclusive=True) as driver:
+    async with open_whole(stage, exclusive=True) as (driver, apart):
         apart_s, expected = await answered(driver, requests)
     lengths = np.array([len(answer) for answer in answers]).reshape(groups, ROWS)
     rate, exclusive_rate = lengths.sum() / together_s, sum(map(len, expected)) / apart_s
@@ -88,6 +106,7 @@ async def continuous_over_exclusive(stage: Stage, *, groups: int) -> dict[str, f
         "continuous_over_exclusive": rate / exclusive_rate,
         "tokens_per_cpu_s_continuous": rate,
         "tokens_per_cpu_s_exclusive": exclusive_rate,
+        "steps_exclusive_over_continuous": apart.statistics.steps / together.statistics.steps,
         "same_answers": float(np.mean([ours == theirs for ours, theirs in zip(answers, expected, strict=True)])),
         "answer_tokens_mean": float(lengths.mean()),
         "answer_tokens_mean_of_longest": float(lengths.max(axis=1).mean()),
@@ -118,7 +137,7 @@ async def over_batch_generate(stage: Stage, model: Path, *, rounds: int) -> dict
     group = [request(0, prompts[0], tokens=FIXED, samples=ROWS)]
     rate_of_batch_generate(reference, [request(0, prompts[0], tokens=2)])  # warm
     figures: dict[str, float] = {}
-    async with open_whole(stage, exclusive=False) as driver:
+    async with open_whole(stage, exclusive=False) as (driver, _):
         await answer_all(driver, [request(0, prompts[0], tokens=2)])
         for name, ours, theirs in (("unlike_prompts", apart, apart), ("one_prompt", group, alike)):
             rates, their_rates = [], []
@@ -136,7 +155,7 @@ async def over_batch_generate(stage: Stage, model: Path, *, rounds: int) -> dict
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path, exists=True))
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write the figures there.")
-@click.option("--groups", default=5, help="Groups of answers of unlike lengths.")
+@click.option("--groups", default=8, help="Groups of answers of unlike lengths.")
 @click.option("--rounds", default=1, help="Rounds of which medians are taken.")
 @click.option("--machine", default="", help="What to note about the machine.")
 def main(model: Path, file: Path | None, groups: int, rounds: int, machine: str) -> None:
@@ -153,6 +172,7 @@ def main(model: Path, file: Path | None, groups: int, rounds: int, machine: str)
     shared = prefix_sharing(stage, prompt, samples=ROWS, rounds=rounds)
     note({name: value for name, value in shared.items() if not name.endswith("_s")})
     note(ragged_steps(stage, prompt, rows=ROWS, steps=8))
+    note(full_step_over_one_row(stage, prompt))
     note(trio.run(lambda: over_batch_generate(stage, model, rounds=rounds)))
     note(trio.run(lambda: continuous_over_exclusive(stage, groups=groups)))
     text = json.dumps(figures, indent=2)
