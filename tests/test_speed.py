@@ -94,6 +94,21 @@ def test_each_part_of_a_step_is_told_apart():
     assert all(not stage.lanes for stage in stages)
 
 
+def test_what_else_the_machine_does_is_no_layers_fault():
+    clock, draws = Clock(), np.random.default_rng(1)
+
+    class Shared(Timed):
+        def forward(self, lane, rows, positions, inputs):
+            if self.forwards % 3:
+                clock.now += 0.01 * draws.random()
+            return super().forward(lane, rows, positions, inputs)
+
+    figures = {"step_s": 0.02, "layer_s": 0.001, "token_s": 0.0001, "head_s": 0.004}
+    speed = measure_speed(lambda span: Shared(span, clock, **figures), BATCH, clock=clock)
+    assert speed.step_s / speed.layer_s == pytest.approx(0.02 / 0.0018)
+    assert 0.0018 < speed.layer_s < 0.0018 * 1.5
+
+
 def test_what_steps_should_take_adds_up():
     speed = Speed(rows=8, engine="x-bfloat16", layer_s=0.0018, step_s=0.002, head_s=0.004, token_s=0.0001)
     assert speed.value_bytes == 2

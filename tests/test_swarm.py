@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import secrets
 import signal
 from collections.abc import Callable
@@ -94,6 +95,29 @@ def test_the_run_goes_on_when_a_peer_the_bootstrap_or_the_trainer_is_killed(tmp_
         assert fleet.processes() == []
 
     trio.run(main)
+
+
+def test_the_plan_gives_the_faster_of_two_peers_more_layers(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Fleet(tmp_path) as fleet:
+            swarm = Swarm(fleet)
+            swarm.bootstrap = fleet.launch("bootstrap", ["bootstrap", *swarm.flags])
+            swarm.address = await join_address(swarm.bootstrap)
+            join = ["join", "--role", "inference", "--peer", swarm.address, *swarm.flags, "--max-layers", "3"]
+            slow = fleet.launch("slow", [*join, "--slowdown", "0.3"])
+            fast = fleet.launch("fast", join)
+            swarm.trainer = swarm.launch_trainer()
+            await eventually(lambda: spans_held(slow)[-1:] in (["0:1/4"], ["3:4/4"]))
+            await eventually(lambda: spans_held(fast)[-1:] in (["1:4/4"], ["0:3/4"]))
+            await swarm.reach_step(1)
+        assert fleet.processes() == []
+
+    trio.run(main)
+
+
+def spans_held(node: NodeProcess) -> list[str]:
+    """What a peer has held, in order."""
+    return re.findall(r"holding span (\S+) at version", node.output())
 
 
 def check_resumed(swarm: "Swarm", lost: int) -> None:

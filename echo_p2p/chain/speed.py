@@ -118,19 +118,23 @@ def measure_speed(load: Callable[[Span], Stage], batch: Batch, *, clock: Callabl
     layer_s = more_s / (several.layers - 1) if several is not None and more_s > 0.0 else one.decode_s
     layer_s = max(_LEAST_S, min(layer_s, one.decode_s))
     by_token_s = (one.prompt_s - one.decode_s) / (trial.part - trial.rows) if trial.part != trial.rows else 0.0
+    usual = trial.usual
     return Speed(
         rows=trial.rows,
         engine=trial.engine,
-        layer_s=layer_s,
-        step_s=max(0.0, one.decode_s - layer_s),
-        head_s=max(0.0, last.decode_s - one.decode_s) if last is not None else 0.0,
-        token_s=min(max(0.0, by_token_s), layer_s / trial.rows),
+        layer_s=usual * layer_s,
+        step_s=usual * max(0.0, one.decode_s - layer_s),
+        head_s=usual * max(0.0, last.decode_s - one.decode_s) if last is not None else 0.0,
+        token_s=usual * min(max(0.0, by_token_s), layer_s / trial.rows),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Seconds of one step of a span of `layers`: of a part of a prompt, and of a token a row."""
+    """Seconds of the fastest step of a span of `layers`: of a part of a prompt, and of a token a row.
+
+    The fastest can be told apart: what else the machine does is more than a layer takes.
+    """
 
     layers: int
     prompt_s: float
@@ -148,12 +152,18 @@ class _Trial:
         self._clock = clock
         self._spent_s = 0.0
         self._parts = self._repeats = 0  # not known yet
+        self._slower: list[float] = []
         self._draws = np.random.default_rng(0)
 
     @property
     def late(self) -> bool:
         """Whether the budget is spent."""
         return self._spent_s > BUDGET_S
+
+    @property
+    def usual(self) -> float:
+        """How many times the fastest step the usual one takes."""
+        return median(self._slower)
 
     def time(self, stage: Stage) -> _Taken:
         """Read a prompt in lane 1, let rows of lane 2 begin with it, and go on with these."""
@@ -177,7 +187,8 @@ class _Trial:
         self._parts, self._repeats = len(reading), len(growing)
         for lane in (1, 2):
             stage.close(lane)
-        return _Taken(len(stage.span), median(reading), median(growing))
+        self._slower += [median(taken) / max(_LEAST_S, min(taken)) for taken in (reading, growing)]
+        return _Taken(len(stage.span), min(reading), min(growing))
 
     def _repeat(self, step: Callable[[], float], times: int, most: int) -> list[float]:
         """The first step warms up, and does not count; the second one says how many there is time for."""
