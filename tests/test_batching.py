@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +17,7 @@ from echo_p2p.chain.growth import PROMPT_PART
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainLimits
 from echo_p2p.chain.memory_stage import MemoryStage, MemoryWeights
-from echo_p2p.chain.ring import Ring
+from echo_p2p.chain.ring import Ring, lanes_for
 from echo_p2p.errors import ChainError
 from echo_protocols.peer import Stop
 from echo_protocols.rollout import Sample
@@ -222,3 +223,16 @@ def test_whenever_a_group_is_cancelled_the_others_and_the_stage_are_as_without_i
         assert not stage.lanes
 
     trio.run(main)
+
+
+def test_a_stage_alone_has_all_rows_in_one_lane():
+    alone = partial(lanes_for, 1, rows_max=256)
+    assert alone(lanes=2, rows=8, exclusive=False) == (1, 16)
+    assert alone(lanes=2, rows=200, exclusive=False) == (1, 256)
+    assert alone(lanes=2, rows=300, exclusive=False) == (1, 300)
+    assert alone(lanes=2, rows=8, exclusive=True) == (2, 8)
+
+
+def test_stages_in_a_row_have_a_lane_each_to_be_busy_with():
+    assert lanes_for(3, lanes=2, rows=8, rows_max=256, exclusive=False) == (3, 8)
+    assert lanes_for(2, lanes=4, rows=8, rows_max=256, exclusive=False) == (4, 8)

@@ -38,6 +38,18 @@ class Ring:
         return self.lanes or len(self.route) + 1
 
 
+def lanes_for(stops: int, *, lanes: int, rows: int, rows_max: int, exclusive: bool) -> tuple[int, int]:
+    """How many lanes a ring has, and how many rows each; of `rows` rows, and at least a lane for each stop.
+
+    A stage alone computes the rows of all lanes together, as far as a lane holds them: nobody works meanwhile, and
+    16 rows take it hardly longer than 8. Not in an `exclusive` ring, whose lanes take a group each.
+    """
+    lanes = max(lanes, stops)
+    if stops > 1 or exclusive:
+        return lanes, rows
+    return 1, max(rows, min(lanes * rows, rows_max))
+
+
 @dataclass(frozen=True, slots=True)
 class ClosedRing:
     """The head's two streams, and the open frame with what every stage said of itself."""

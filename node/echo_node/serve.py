@@ -28,7 +28,7 @@ from echo_p2p.chain.driver import ChainDriver, open_chain
 from echo_p2p.chain.engines import takes_vllm, this_machine
 from echo_p2p.chain.host import HostStatistics
 from echo_p2p.chain.link import GARBAGE, ChainBroken
-from echo_p2p.chain.ring import Ring, opening_fault
+from echo_p2p.chain.ring import Ring, lanes_for, opening_fault
 from echo_p2p.chain.verdict import Seen
 from echo_p2p.chain.vllm_engine import VllmEngine, cancel_after
 from echo_p2p.errors import ChainError, ModelError
@@ -238,13 +238,21 @@ class Service:
         """Open the ring, and make groups until it fails."""
         plan = self._plan()
         config, manifest = self._board.config.inference, self._run.manifest
+        exclusive = manifest.protocol == "sequential"
+        lanes, rows = lanes_for(
+            len(chain),
+            lanes=config.lanes,
+            rows=max(config.lane_rows, manifest.group_size),
+            rows_max=holding.host.limits.rows,
+            exclusive=exclusive,
+        )
         ring = Ring(
             chain,
             self._run.run_id,
             plan=plan.number if plan else 0,
-            lanes=max(config.lanes, len(chain)),
-            rows=max(config.lane_rows, manifest.group_size),
-            exclusive=manifest.protocol == "sequential",
+            lanes=lanes,
+            rows=rows,
+            exclusive=exclusive,
             vocabulary=manifest.vocabulary,
         )
         opening = Open(route=chain, run_id=self._run.run_id, plan=ring.plan, lanes=ring.lane_count)
