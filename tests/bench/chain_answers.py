@@ -33,9 +33,9 @@ SHORTEST, LONGEST = 8, 256
 
 
 @asynccontextmanager
-async def open_alone(whole: TorchStage, lanes: int = 1) -> AsyncIterator[ChainDriver]:
+async def open_alone(whole: TorchStage, lanes: int = 1, rows: int = ROWS) -> AsyncIterator[ChainDriver]:
     """A chain of one stage that hosts the whole model."""
-    async with open_ring([whole], [ALONE], [], lanes=lanes) as driver:
+    async with open_ring([whole], [ALONE], [], lanes=lanes, rows=rows) as driver:
         yield driver
 
 
@@ -156,8 +156,11 @@ async def batching_figures(whole: TorchStage, reference: Any, *, requests: int, 
         batches = await rate_of_batches(driver, mixed)
         padded = await rate_of_batches(driver, mixed, padded=True)
         theirs = await trio.to_thread.run_sync(rate_of_generate, reference, mixed)
+    async with open_alone(whole, rows=2 * ROWS) as driver:  # as a peer alone serves what would be two lanes
+        merged = await rate_of_stream(driver, [*mixed, *mixed])
     return {
         "continuous_batching_gain": stream / batches,
+        "continuous_batching_gain_two_lanes_in_one": merged / batches,
         "continuous_batching_gain_over_padded": stream / padded,
         "over_generate_fixed": median(a / b for a, b in zip(by_group, by_generate, strict=True)),
         "over_generate_fixed_unlike_prompts": median(a / b for a, b in zip(by_prompts, by_generate, strict=True)),

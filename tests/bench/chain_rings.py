@@ -74,7 +74,7 @@ async def open_peers(count: int) -> AsyncIterator[list[HiveNode]]:
 
 @asynccontextmanager
 async def open_ring(
-    stages: Sequence[Stage], peers: Sequence[str], streams: Sequence[Streams], *, lanes: int
+    stages: Sequence[Stage], peers: Sequence[str], streams: Sequence[Streams], *, lanes: int, rows: int = ROWS
 ) -> AsyncIterator[ChainDriver]:
     """A chain of these stages; no streams for a chain of one."""
     route = tuple(Stop(peer=peer, span=stage.span) for peer, stage in zip(peers, stages, strict=True))
@@ -83,7 +83,7 @@ async def open_ring(
         servers = [ChainServer(each, host) for each, host in zip(streams, hosts, strict=False)]
         for server in servers:
             await nursery.start(server.serve)
-        ring = Ring(route, bytes(32), lanes=lanes, rows=ROWS)
+        ring = Ring(route, bytes(32), lanes=lanes, rows=rows)
         async with open_chain(ring, hosts[0], servers[0] if servers else None) as driver:
             yield driver
         nursery.cancel_scope.cancel()
