@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -14,10 +15,11 @@ import trio.lowlevel
 import trio.testing
 
 from echo_p2p.chain.driver import ChainDriver, open_chain
-from echo_p2p.chain.group import GroupRequest
+from echo_p2p.chain.group import Answers, GroupRequest
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainBroken, ChainLimits
 from echo_p2p.chain.memory_stage import MemoryStage, MemoryWeights
+from echo_p2p.chain.queue import Group, Queue, readings_of
 from echo_p2p.chain.ring import Ring, opening_fault
 from echo_p2p.chain.server import Allow, ChainServer, allow_everybody
 from echo_p2p.chain.stage import Stage, TensorUpdate, Weights
@@ -203,24 +205,37 @@ def test_a_stop_token_is_part_of_its_answer() -> None:
     trio.run(main)
 
 
-def test_lanes_and_prompts_in_flight_are_bounded() -> None:
+@pytest.mark.parametrize("samples", [1, 4])
+def test_lanes_and_prompts_in_flight_are_bounded(samples: int) -> None:
     async def main() -> None:
         most = 0
-
-        def watch() -> None:
-            nonlocal most
-            most = max(most, len(stage.lanes))
-
-        stage = MemoryStage(Span(start=2, end=6, layers=LAYERS))
-        async with swarm(2, stages={1: stage}) as peers, peers.open(lanes=2) as driver, trio.open_nursery() as nursery:
+        async with swarm(2) as peers, peers.open(lanes=2) as driver, trio.open_nursery() as nursery:
             for number in range(24):
-                nursery.start_soon(driver.generate, request(number))
+                nursery.start_soon(driver.generate, request(number, samples=samples))
             while driver.statistics.groups < 24:
-                watch()
+                most = max(most, *(host.statistics.lanes for host in peers.hosts))
                 await trio.lowlevel.checkpoint()
-        assert 2 <= most <= 2 + 4 + 2 + 2  # lanes, prompts held for them, a canary, and what the next step frees
+        assert 2 < most <= 2 + 4 + 2  # lanes, prompts that are held until all their answers joined one, and a canary
 
     trio.run(main)
+
+
+def test_a_prompt_counts_as_held_until_all_its_answers_are_in_a_lane() -> None:
+    """Not only until they have been given to a lane: that still has to take a step for them."""
+    queue, numbers = Queue(room=1000, ahead=2), count(1)
+    for number in range(3):
+        group = Group(request(number, samples=1), Answers(request(number, samples=1)))
+        group.readings = readings_of(group, numbers)
+        queue.add(group)
+    for _ in range(2):
+        reading = queue.to_read()
+        assert reading is not None
+        queue.read(reading)
+    assert len(queue.to_begin(16, whole=False)) == 2
+    assert queue.to_read() is None
+    queue.ended()
+    assert queue.to_read() is not None
+    assert queue.to_read() is None
 
 
 def switching_answers(stops: int) -> list[tuple[Sample, ...]]:
@@ -568,7 +583,7 @@ def opening(peers: Swarm) -> Open:
     return Open(route=peers.route, run_id=bytes(32), plan=0, lanes=2)
 
 
-def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
+def hostile_frames(peers: Swarm, chain: bytes = CHAIN) -> dict[str, tuple[str, list[bytes]]]:
     """What a predecessor may send to the second of three stops, by what is wrong: the reason, and the frames."""
 
     def frame(
@@ -585,11 +600,11 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
             positions=np.array(positions or [0] * len(rows), "<i4").tobytes(),
             payload=np.ones((len(rows), 1, 16), "<f4").tobytes(),
         )
-        return b"".join(encode(CHAIN, msgspec.structs.replace(step, **changes)))
+        return b"".join(encode(chain, msgspec.structs.replace(step, **changes)))
 
     def begin(samples: int = 2, positions: int = 4, drawn: int = 0) -> bytes:
         order = msgspec.structs.replace(begin_order(samples, positions), drawn=drawn)
-        return b"".join(encode(CHAIN, order))
+        return b"".join(encode(chain, order))
 
     def join(
         rows: tuple[int, ...] = (0, 1),
@@ -599,14 +614,14 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
         prompt: int = 1,
         step: int = 0,
     ) -> bytes:
-        return b"".join(encode(CHAIN, Join(lane=lane, prompt=prompt, step=step, rows=rows, samples=samples)))
+        return b"".join(encode(chain, Join(lane=lane, prompt=prompt, step=step, rows=rows, samples=samples)))
 
     longer = np.ones((1, 2, 16), "<f4").tobytes()
     read = [begin(), frame()]
     lane = [*read, join()]
     full = [begin(samples=16), frame(), join(tuple(range(16)), tuple(range(16)))]
-    again = b"".join(encode(CHAIN, msgspec.structs.replace(begin_order(), lane=3)))
-    first = b"".join(encode(CHAIN, opening(peers)))
+    again = b"".join(encode(chain, msgspec.structs.replace(begin_order(), lane=3)))
+    first = b"".join(encode(chain, opening(peers)))
     other = bytes(16)
     wrong_span = msgspec.structs.replace(peers.route[1], span=Span(start=2, end=4, layers=6))
     last = msgspec.structs.replace(peers.route[2], span=Span(start=4, end=6, layers=6))
@@ -615,13 +630,13 @@ def hostile_frames(peers: Swarm) -> dict[str, tuple[str, list[bytes]]]:
         "garbage": ("bad-frame", [b"not a frame"]),
         "empty": ("bad-frame", [b""]),
         "no open": ("not-open", [begin()]),
-        "other span": ("wrong-span", [b"".join(encode(CHAIN, spans))]),
+        "other span": ("wrong-span", [b"".join(encode(chain, spans))]),
         "garbage later": ("bad-frame", [first, b"eh" + bytes(30)]),
         "second open": ("bad-frame", [first, first]),
         "other chain": ("wrong-chain", [first, b"".join(encode(other, begin_order()))]),
         "unknown lane": ("bad-lane", [first, frame()]),
         "prompt twice": ("bad-lane", [first, begin(), begin()]),
-        "end of nothing": ("bad-lane", [first, b"".join(encode(CHAIN, EndLane(lane=7)))]),
+        "end of nothing": ("bad-lane", [first, b"".join(encode(chain, EndLane(lane=7)))]),
         "samples": ("lane-too-large", [first, begin(samples=17)]),
         "positions": ("lane-too-large", [first, begin(positions=257)]),
         "other row of a prompt": ("bad-rows", [first, begin(), frame(rows=[1])]),
@@ -680,8 +695,10 @@ def test_hostile_input_ends_its_stream_with_a_counted_reason_and_nothing_else() 
     async def main() -> None:
         async with swarm(3) as peers:
             predecessor = peers.network.node(PEERS[0])
-            for name, (reason, frames) in hostile_frames(peers).items():
-                peers.servers[0].expect(CHAIN, wait_for_end)
+            for number, name in enumerate(hostile_frames(peers)):
+                chain = bytes([number]) * 16  # of its own: stops of the one before may still open their streams
+                reason, frames = hostile_frames(peers, chain)[name]
+                peers.servers[0].expect(chain, wait_for_end)
                 before = peers.hosts[1].statistics.refused.get(reason, 0)
                 async with predecessor.open(PEERS[1], names.HOP) as stream:
                     for data in frames:

@@ -79,6 +79,7 @@ class Canary:
             reading.version = read.version
             joined = await self._at.join(lane, 0, growing)
             assert joined is not None
+            self._at.end(reading.number)
             for sample in samples:
                 group.answers.take(sample, self._fed[sample], 0.0, read.version)
             decoded = await self._at.decode(lane, 1, growing)

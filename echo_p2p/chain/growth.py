@@ -138,8 +138,7 @@ class Growth:
                 continue
             await self._read(reading)
             if reading.group.dropped:
-                self._at.end(reading.number)
-                self._queue.not_read()
+                self._end(reading)
                 self._queue.free(reading)
             else:
                 self._queue.read(reading)
@@ -161,10 +160,15 @@ class Growth:
         for reading in group.readings:
             if self._queue.drop(reading):
                 if not reading.joining:
-                    self._at.end(reading.number)
+                    self._end(reading)
                 self._queue.free(reading)
             elif reading.left and reading.begun == len(reading.samples):
                 self._queue.free(reading)
+
+    def _end(self, reading: Reading) -> None:
+        """Free what was read: for as long as a stage holds it, it counts."""
+        self._at.end(reading.number)
+        self._queue.ended()
 
     async def _run_lane(self) -> None:
         while True:
@@ -194,6 +198,8 @@ class Growth:
                 if (joining := await self._at.join(number, step, new)) is not None:
                     asked.append(joining)
                     step += 1
+                if reading.joined == len(reading.samples) or (reading.group.dropped and not reading.joining):
+                    self._end(reading)
             growing = []
             for each in asked:
                 growing += self._take(each, await self._at.answer(each, tokens))

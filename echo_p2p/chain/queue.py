@@ -82,7 +82,8 @@ def readings_of(group: Group, numbers: Iterator[int]) -> tuple[Reading, ...]:
 
 
 class Queue:
-    """`room` bounds the positions of all readings and of what grows from them, `ahead` the readings that are held."""
+    """`room` bounds the positions of all readings and of what grows from them, `ahead` the readings that are held: from
+    `to_read` until they have `ended`, as a stage has a lane for each."""
 
     def __init__(self, room: int, ahead: int) -> None:
         self.room = room
@@ -108,7 +109,6 @@ class Queue:
             self._unread.remove(reading)
         elif reading in self._ready:
             self._ready.remove(reading)
-            self._ahead += 1
             return True
         return False
 
@@ -126,8 +126,8 @@ class Queue:
         self._ready.append(reading)
         self._wake()
 
-    def not_read(self) -> None:
-        """A group was dropped while it was read."""
+    def ended(self) -> None:
+        """A reading is held no longer: all its answers have joined a lane, or nobody waits for them."""
         self._ahead += 1
         self._wake()
 
@@ -143,8 +143,6 @@ class Queue:
             found.append((reading, samples))
             if end == most:
                 self._ready.popleft()
-                self._ahead += 1
-                self._wake()
         return found
 
     def free(self, reading: Reading) -> None:

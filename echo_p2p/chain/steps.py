@@ -90,10 +90,7 @@ class Steps:
         return await self._forward(reading.number, step, (), _ROW_0, np.array([start], np.int32), part)
 
     async def join(self, lane: int, step: int, new: Sequence[Growing]) -> Asked | None:
-        """Let answers of one reading begin in a lane, each with its next token; None if nobody wants them any more.
-
-        With the last of its answers the reading is freed; if it was dropped, with the last of those that join.
-        """
+        """Let answers of one reading begin in a lane, each with its next token; None if nobody wants them any more."""
         reading = new[0].reading
         order = Join(
             lane=lane,
@@ -109,8 +106,6 @@ class Steps:
                 asked = Asked(step, reading.version, new, await self._seat.join(turn, order))
                 self._head.send(order)
             reading.joined += len(new)
-            if reading.joined == len(reading.samples) or (reading.group.dropped and not reading.joining):
-                self.end(reading.number)
         return asked
 
     async def decode(self, lane: int, step: int, growing: Sequence[Growing]) -> Asked:
