@@ -12,6 +12,8 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, RenderableType
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
 from echo_node.api import bind, build_app, host_is_ours, serve_http
 from echo_node.places import Places
@@ -216,6 +218,49 @@ def test_clients_that_leave_in_mid_request_do_not_end_the_node() -> None:
             assert (await _get(port, "/state"))[0] == 200
 
     _serving(check)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET /h HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+        b"HTTP2-Settings: AAAA\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(100),
+        b"GET /h HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    ],
+    ids=["upgrade with bad settings", "http/2 garbage", "no length"],
+)
+def test_what_one_client_provokes_ends_its_own_connection_alone(request_: bytes) -> None:
+    async def answer_later(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/":
+            asked.set()
+            await go_on.wait()
+        await PlainTextResponse("all of it")(scope, receive, send)
+
+    async def main() -> None:
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                port = await nursery.start(serve_http, answer_later, "127.0.0.1", 0)
+                nursery.start_soon(patient, port)
+                await asked.wait()
+                hostile = await trio.open_tcp_stream("127.0.0.1", port)
+                await hostile.send_all(request_)
+                await hostile.send_eof()
+                with suppress(trio.BrokenResourceError):
+                    while await hostile.receive_some():
+                        pass
+                await hostile.aclose()
+                go_on.set()
+                await served.wait()
+                nursery.cancel_scope.cancel()
+
+    async def patient(port: int) -> None:
+        status, _, body = await _get(port, "/")
+        assert (status, body) == (200, b"all of it")
+        served.set()
+
+    asked, go_on, served = trio.Event(), trio.Event(), trio.Event()
+    trio.run(main)
 
 
 def test_status_and_peers_print_the_state_of_the_running_node(

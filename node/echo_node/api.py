@@ -15,7 +15,10 @@ from importlib import resources
 import hypercorn
 import msgspec
 import trio
-from hypercorn.trio import serve
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
+from hypercorn.utils import wrap_app
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -35,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 ReadState = Callable[[], NodeState]
 
-_SERVE_AGAIN_S = 0.1
 _UNREAD_MS = 30_000
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _WILDCARDS = frozenset({"0.0.0.0", "::"})
@@ -127,25 +129,25 @@ async def serve_http(
     with bind(host, port) as listener:
         actual_port: int = listener.getsockname()[1]
         async with trio.open_nursery() as nursery:
-            await nursery.start(_keep_serving, guard_host(app, host), listener)
+            await nursery.start(_serve_listener, guard_host(app, host), listener)
             task_status.started(actual_port)
 
 
-async def _keep_serving(
+async def _serve_listener(
     app: ASGIApp, listener: socket.socket, *, task_status: trio.TaskStatus[object] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    """Task boundary of the server: a client that leaves at the wrong moment makes hypercorn raise, and is no reason
-    to end the node. Whoever knocks meanwhile waits at the listening socket, which stays open."""
-    while True:
+    """Each connection by itself: hypercorn's own loop ends all of them when one client leaves at the wrong moment."""
+    settings, context = _settings(), WorkerContext(None)
+    wrapped = wrap_app(app, settings.wsgi_max_body_size, "asgi")
+
+    async def serve(stream: trio.SocketStream) -> None:
         try:
-            await serve(app, _settings(listener), mode="asgi", task_status=task_status)
-        except Exception as error:
-            task_status = trio.TASK_STATUS_IGNORED
-            logger.warning("the HTTP server failed on a request and starts again")
-            logger.debug("what it raised:", exc_info=error)
-        else:
-            return
-        await trio.sleep(_SERVE_AGAIN_S)
+            await TCPServer(wrapped, settings, context, ConnectionState({}), stream)
+        except Exception as error:  # a task boundary: whatever a client provokes costs it its own connection
+            logger.debug("a connection of the HTTP port failed", exc_info=error)
+
+    own = trio.socket.fromfd(listener.fileno(), listener.family, listener.type, listener.proto)
+    await trio.serve_listeners(serve, [trio.SocketListener(own)], task_status=task_status)
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
@@ -154,16 +156,14 @@ def _is_our_fault(record: logging.LogRecord) -> bool:
     return not isinstance(error, trio.BusyResourceError | trio.BrokenResourceError | trio.ClosedResourceError)
 
 
-def _settings(listener: socket.socket) -> hypercorn.Config:
+def _settings() -> hypercorn.Config:
     server_log = logging.getLogger(f"{__name__}.server")
     server_log.setLevel(logging.WARNING)  # hypercorn announces each start by itself
     server_log.filters[:] = [_is_our_fault]
     settings = hypercorn.Config()
-    settings.bind = [f"fd://{os.dup(listener.fileno())}"]
     settings.accesslog = None
     settings.errorlog = server_log
     settings.include_server_header = False
-    settings.graceful_timeout = 0.5
     settings.read_timeout = int(CHAT_TIMEOUT_S) + 60  # a client that waits for an answer sends nothing
     return settings
 
