@@ -22,18 +22,19 @@ def draw(
 
     Raises ChainError on logits that are not finite or do not fit.
     """
-    scores = _scores(logits, sampling)
+    _check(logits)
     uniforms = np.asarray(uniforms, dtype=np.float64)
-    if uniforms.shape != scores.shape[:1] or not ((uniforms >= 0.0) & (uniforms < 1.0)).all():
-        raise ChainError(f"{len(scores)} rows need as many uniforms in [0, 1), not {uniforms.tolist()[:8]}")
-    if _truncates(sampling, scores.shape[1]):
-        for row in scores:  # (vocabulary,)
-            row[~_kept(row, sampling)] = -np.inf
-    mass = np.cumsum(np.exp(scores), axis=1)  # (rows, vocabulary), not normalised
-    total = mass[:, -1]
-    tokens = np.array([_invert(row, u) for row, u in zip(mass, uniforms, strict=True)], dtype=np.int32)
-    logprobs = scores[np.arange(len(scores)), tokens] - np.log(total)
-    return tokens, np.minimum(logprobs, 0.0).astype(np.float32) + np.float32(0.0)  # + 0.0 makes -0.0 plain
+    if uniforms.shape != logits.shape[:1] or not ((uniforms >= 0.0) & (uniforms < 1.0)).all():
+        raise ChainError(f"{len(logits)} rows need as many uniforms in [0, 1), not {uniforms.tolist()[:8]}")
+    tokens, logprobs = np.empty(len(logits), np.int32), np.empty(len(logits), np.float32)
+    for place, uniform in enumerate(uniforms.tolist()):  # one by one: a row fits the cache, all of them don't
+        scores = _scores(logits[place], sampling)
+        if _truncates(sampling, len(scores)):
+            scores[~_kept(scores, sampling)] = -np.inf
+        mass = np.cumsum(np.exp(scores))  # (vocabulary,) not normalised
+        tokens[place] = token = _invert(mass, uniform)
+        logprobs[place] = min(scores[token] - np.log(mass[-1]), 0.0)
+    return tokens, logprobs + np.float32(0.0)  # makes -0.0 plain
 
 
 def audit(
@@ -48,7 +49,8 @@ def audit(
     Tolerates a token at the edge of the truncation. A near tie between two *other* tokens at that edge may still
     refuse an honest draw: judge a peer by its rate of refusals, never by one.
     """
-    scores = _scores(logits[None], sampling)[0]
+    _check(logits[None])
+    scores = _scores(logits, sampling)
     if not 0 <= token < len(scores):
         return False
     if not _truncates(sampling, len(scores)):
@@ -60,14 +62,17 @@ def audit(
     return False
 
 
-def _scores(logits: NDArray[np.float32], sampling: Sampling) -> Floats:
-    """Logits over temperature, shifted so that each row's best is 0; (rows, vocabulary)."""
+def _check(logits: NDArray[np.float32]) -> None:
     if logits.ndim != 2 or not logits.size:
         raise ChainError(f"logits of shape {logits.shape} are not (rows, vocabulary): the last stage is at fault")
     if not np.isfinite(logits).all():
         raise ChainError("logits hold NaN or infinity: the weights or the last stage are at fault, replay elsewhere")
+
+
+def _scores(logits: NDArray[np.float32], sampling: Sampling) -> Floats:
+    """Logits (vocabulary,) over temperature, shifted so that the best is 0."""
     scores: Floats = logits.astype(np.float64) / sampling.temperature
-    scores -= scores.max(axis=1, keepdims=True)
+    scores -= scores.max()
     return scores
 
 
