@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from echo_p2p.chain.shape import model_shape, span_bytes
 from echo_p2p.chain.stage import TensorUpdate
 from echo_p2p.chain.torch_cache import folded_attention
+from echo_p2p.chain.torch_products import onednn_helps
 from echo_p2p.chain.torch_stage import TorchStage, load_stage
 from echo_p2p.errors import ChainError, ModelError, WeightsError
 from echo_p2p.models.layout import LAYOUT, encode_layout, tensor_entries, tensor_shapes
@@ -169,6 +170,37 @@ def test_a_whole_stage_gives_the_bits_of_the_plain_model(folder: Path, family: s
             expected = plain(torch.tensor(tokens, dtype=torch.int64), past_key_values=cache, logits_to_keep=1).logits
         assert np.array_equal(call(stages, [0, 1, 2], position, tokens), expected[:, -1].numpy())
         tokens = tokens[:, -1:]
+
+
+WIDE = {"hidden_size": 512, "intermediate_size": 2304, "head_dim": 128, "vocab_size": 2304}
+"""So large that a few rows are multiplied with its matrices by oneDNN, where torch has it."""
+
+
+def test_a_chain_of_wide_stages_gives_the_whole_stages_bits_however_many_rows_there_are(folder: Path) -> None:
+    path = model(folder, "llama-wide", shards="1GB", **WIDE)
+    whole, halves = chain(path, (0, 4)), chain(path, (0, 2, 4))
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for rows in (1, 3, 4, 8, 15, 16, 48, 64):
+        tokens = np.random.default_rng(rows).integers(1, 2304, (rows, 1), dtype=np.int32)
+        outputs = call(whole, range(rows), 0, tokens, lane=rows)
+        assert np.array_equal(outputs, call(halves, range(rows), 0, tokens, lane=rows))
+        with torch.inference_mode():
+            expected = plain(torch.tensor(tokens, dtype=torch.int64)).logits[:, -1].numpy()
+        np.testing.assert_allclose(outputs, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.skipif(not onednn_helps(), reason="torch has no oneDNN here")
+def test_few_rows_of_a_wide_stage_are_multiplied_by_onednn_with_the_weights_as_they_are_now(folder: Path) -> None:
+    path = model(folder, "llama-wide", shards="1GB", **WIDE)
+    stages, name = chain(path, (0, 4)), "lm_head.weight"
+    tokens = np.random.default_rng(0).integers(1, 2304, (8, 1), dtype=np.int32)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        before = call(stages, range(8), 0, tokens)
+    called = {each.key: each.count for each in profile.key_averages()}
+    assert called["mkldnn::_linear_pointwise"] == 4 * 3 + 1  # gate, up and down of each layer, and the output matrix
+    bits = stages[0].tensors()[name]
+    stages[0].apply({name: TensorUpdate(index=None, values=bits ^ np.uint16(0x8000))})
+    assert np.array_equal(call(stages, range(8), 0, tokens, lane=1), -before)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from echo_p2p.chain.live_weights import LiveWeights, TorchWeights, live_paramete
 from echo_p2p.chain.stage import Bits, TensorUpdate, check_inputs
 from echo_p2p.chain.torch_cache import LaneCache, is_ragged, use_grouped_attention
 from echo_p2p.chain.torch_model import build_model, read_config
+from echo_p2p.chain.torch_products import use_onednn
 from echo_p2p.errors import ModelError
 from echo_protocols.adapter import AdapterSpec
 from echo_protocols.values import Span
@@ -86,6 +87,7 @@ class TorchStage:
             ragged=self.ragged,
         )
         live = live_parameters(model, dtype)
+        use_onednn(model)
         self._base = TorchWeights(live, experts_apart(shapes_of(live), model.config.model_type))
         self._weights: LiveWeights = self._base
         self._device: torch.device = model.device
