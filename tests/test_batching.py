@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from echo_p2p.chain.link import ChainLimits
 from echo_p2p.chain.memory_stage import MemoryStage, MemoryWeights
 from echo_p2p.chain.ring import Ring, lanes_for
 from echo_p2p.errors import ChainError
+from echo_protocols.hop import MAX_ROWS
 from echo_protocols.peer import Stop
 from echo_protocols.rollout import Sample
 from echo_protocols.run import Sampling
@@ -123,6 +125,28 @@ def test_a_finished_row_is_replaced_in_the_next_step() -> None:
         assert sum(steps) == 4 * sum(length - 1 for length in lengths)  # the first token comes with the joining
         assert len(steps) < 1.4 * sum(steps) / 4  # the last ones are alone at the end
         assert len(steps) < 0.6 * 4 * (max(lengths) - 1)  # as if each four waited for their longest
+
+    trio.run(main)
+
+
+def test_rows_that_all_end_at_once_make_room_for_as_many_as_a_stage_holds() -> None:
+    """Nobody is left whose next step would say that the others have gone."""
+
+    async def main() -> None:
+        limits = replace(LIMITS, rows=4)
+        async with chain(MemoryStage(WHOLE), rows=4, limits=limits) as driver:
+            answers = await all_of(driver, [request(n, length=6, stop=frozenset()) for n in range(5)])
+        assert [len(answer.tokens) for group in answers for answer in group] == [6] * 20
+
+    trio.run(main)
+
+
+def test_an_answer_may_outlive_as_many_others_as_there_are_row_numbers() -> None:
+    async def main() -> None:
+        long, short = request(0, samples=1, length=1400, stop=frozenset()), request(1, samples=1, length=1)
+        async with chain(MemoryStage(WHOLE), rows=5, limits=replace(LIMITS, room=2**30)) as driver:
+            answers = await all_of(driver, [long, *[replace(short, samples=4)] * (MAX_ROWS // 4 + 8)])
+        assert len(answers[0][0].tokens) == 1400
 
     trio.run(main)
 

@@ -186,15 +186,16 @@ class Growth:
     async def _grow(self, number: int, begin: list[tuple[Reading, tuple[int, ...]]], tokens: Tokens) -> None:
         """Let answers grow in a lane until none is left; others take the places of those that are finished."""
         growing: list[Growing] = []
-        step = row = 0
+        step, rows = 0, (place % MAX_ROWS for place in count())
         while growing or begin:
             asked: list[Asked] = []
             if growing:
                 asked.append(await self._at.decode(number, step, growing))
                 step += 1
+            taken = {answer.row for answer in growing}
+            unused = (row for row in rows if row not in taken)
             for reading, samples in begin:
-                new = [Growing((row + place) % MAX_ROWS, reading, sample) for place, sample in enumerate(samples)]
-                row += len(new)
+                new = [Growing(next(unused), reading, sample) for sample in samples]
                 if (joining := await self._at.join(number, step, new)) is not None:
                     asked.append(joining)
                     step += 1
@@ -204,7 +205,8 @@ class Growth:
             for each in asked:
                 growing += self._take(each, await self._at.answer(each, tokens))
             growing = [answer for answer in growing if not answer.group.dropped]
-            free = 0 if self._exclusive else self._ring.rows - len(growing)
+            # Stages drop finished rows with the next step of the others: without others, the lane ends here.
+            free = self._ring.rows - len(growing) if growing and not self._exclusive else 0
             begin = self._queue.to_begin(free, whole=False)
         if step:
             self._at.end(number)
