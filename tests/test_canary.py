@@ -1,6 +1,7 @@
 """A stage that computes finite garbage: its ring fails, and no group that it may have touched is delivered."""
 
 import math
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -8,19 +9,23 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from echo_p2p.chain.driver import ChainDriver, open_chain
-from echo_p2p.chain.group import GroupRequest, SoFar
+from echo_p2p.chain.group import Drawn, GroupRequest, SoFar
+from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainBroken, ChainLimits, GroupBroken
 from echo_p2p.chain.memory_ring import memory_ring
-from echo_p2p.chain.memory_stage import MemoryStage
+from echo_p2p.chain.memory_stage import MemoryStage, MemoryWeights
 from echo_p2p.chain.proofs import next_canary_at
+from echo_p2p.chain.seat import Seat
 from echo_p2p.chain.stage import TensorUpdate
 from echo_p2p.chain.verdict import Judge, Remembered, Seen, disagreement, name_of, tolerance_of
 from echo_p2p.errors import ChainError
+from echo_protocols.hop import CANARY, BeginPrompt, Join
 from echo_protocols.rollout import Sample
 from echo_protocols.run import Sampling
 from echo_protocols.values import PolicyVersion, Span
@@ -371,6 +376,66 @@ def test_what_was_read_has_a_name_by_all_of_it_unless_it_is_long() -> None:
     assert name_of(b"", V0, np.zeros((1, 64), np.int32))
     assert name_of(b"", V0, np.zeros((1, 65), np.int32)) == b""
     assert name_of(b"", V0, np.zeros((65, 1, 4), np.float32)) == b""
+
+
+class Held(MemoryStage):
+    """A stage whose joins take until they are let go."""
+
+    def __init__(self, span: Span) -> None:
+        super().__init__(span)
+        self.go = threading.Event()
+
+    def join(self, lane: int, rows: NDArray[np.int32], source: int) -> None:
+        assert self.go.wait(20)
+        super().join(lane, rows, source)
+
+
+def test_the_step_that_follows_a_join_changes_none_of_its_tokens() -> None:
+    """Canaries don't wait between steps: the last stage has begun the next one when it draws for this one."""
+    whole = Span(start=0, end=LAYERS, layers=LAYERS)
+    order = BeginPrompt(
+        lane=1, group_id=CANARY, run_seed=b"seed", sampling=Sampling(max_new_tokens=2), samples=8, positions=9
+    )
+    rows = np.arange(8, dtype=np.int32)
+    joining = Join(lane=2, prompt=1, step=0, rows=tuple(rows.tolist()), samples=tuple(rows.tolist()))
+
+    async def drawn(*, hurried: bool) -> list[list[int]]:
+        stage = Held(whole)
+        host = StageHost("A" * 44, stage, MemoryWeights({}), V0)
+        seat, tokens = Seat(host), [list[int](), list[int]()]
+        seat.begin(order)
+        with await host.turns.begin() as turn:
+            prompt = np.array([[1, 2, 3]], np.int32)
+            await seat.forward(turn, 1, 0, np.zeros(1, np.int32), np.zeros(1, np.int32), prompt)
+
+        async def join() -> None:
+            with await host.turns.begin() as turn:
+                found = await seat.join(turn, joining)
+                assert found is not None
+                tokens[0] = found.tokens.tolist()
+
+        async def decode() -> None:
+            with await host.turns.begin() as turn:
+                found = await seat.forward(turn, 2, 1, rows, np.full(8, 3, np.int32), rows[:, None])
+                assert isinstance(found, Drawn)
+                tokens[1] = found.tokens.tolist()
+
+        async with trio.open_nursery() as nursery:
+            if not hurried:
+                stage.go.set()
+                await join()
+            else:
+                nursery.start_soon(join)
+                await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(decode)
+            await trio.testing.wait_all_tasks_blocked()
+            stage.go.set()
+        return tokens
+
+    async def main() -> None:
+        assert await drawn(hurried=True) == await drawn(hurried=False)
+
+    run(main)
 
 
 @pytest.mark.parametrize("after", range(1, 4))

@@ -59,13 +59,14 @@ class Seat:
         lane = self._book.decode(number, step, named, positions.tolist(), length)
         version, last = self._host.version, self._host.stage.span.last
         growing = list(lane.rows.values())
+        drawn = [row.drawn for row in growing]  # now: the next step may begin before this one's thread draws
         # Only the first token after one join: what rows have read since has no name.
         canary = name_of(growing[0].canary, version, inputs) if step == 1 and growing[0].canary else b""
 
         def finish(outputs: Floats) -> Floats | Drawn:
             if canary:
                 self._host.check_canary(canary, outputs)
-            return _draw(step, version, rows, growing, outputs) if last else outputs
+            return _draw(step, version, rows, growing, drawn, outputs) if last else outputs
 
         return await self._host.forward(turn, lane.cache, rows, positions, inputs, finish)
 
@@ -76,12 +77,13 @@ class Seat:
         self._book.joined(frame, cache)  # so that it is freed with the chain, whatever comes
         rows = np.array(frame.rows, np.int32)
         growing = [self._book.lanes[frame.lane].rows[row] for row in frame.rows]
+        drawn = [row.drawn for row in growing]
 
         def finish() -> Drawn | None:
             if prompt.logits is None or prompt.version is None:
                 return None
             logits = np.repeat(prompt.logits, len(rows), axis=0)  # (rows, vocabulary)
-            return _draw(frame.step, prompt.version, rows, growing, logits)
+            return _draw(frame.step, prompt.version, rows, growing, drawn, logits)
 
         return await self._host.join(turn, cache, rows, prompt.cache, finish)
 
@@ -103,12 +105,14 @@ class Seat:
         return await self._host.forward(turn, prompt.cache, rows, positions, inputs, finish)
 
 
-def _draw(step: int, version: PolicyVersion, rows: Integers, growing: Sequence[Row], logits: Floats) -> Drawn:
-    """A token for each row, by its own group's sampling and uniform."""
+def _draw(
+    step: int, version: PolicyVersion, rows: Integers, growing: Sequence[Row], drawn: Sequence[int], logits: Floats
+) -> Drawn:
+    """A token for each row, its number `drawn`, by its own group's sampling and uniform."""
     tokens, logprobs = np.empty(len(rows), np.int32), np.empty(len(rows), np.float32)
     for sampling in dict.fromkeys(row.order.sampling for row in growing):
         places = [place for place, row in enumerate(growing) if row.order.sampling == sampling]
-        chosen = [growing[place] for place in places]
-        u = [uniform(row.order.run_seed, row.order.group_id, row.sample, row.drawn) for row in chosen]
+        chosen = [(growing[place].order, growing[place].sample, drawn[place]) for place in places]
+        u = [uniform(order.run_seed, order.group_id, sample, number) for order, sample, number in chosen]
         tokens[places], logprobs[places] = draw(logits[places], np.array(u, np.float64), sampling)
     return Drawn(step=step, version=version, rows=rows, tokens=tokens, logprobs=logprobs)
