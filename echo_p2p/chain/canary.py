@@ -57,11 +57,6 @@ class Canary:
         """Positions that it takes."""
         return _LENGTH + len(self._fed) * self._request.positions
 
-    @property
-    def tolerance(self) -> float:
-        """What log-probabilities may be apart in this ring."""
-        return tolerance_of(self._head.engine or self._engine)
-
     async def read(self) -> Seen | None:
         """What it draws now; None if the ring has switched meanwhile. Raises ChainBroken.
 
@@ -86,15 +81,15 @@ class Canary:
             await self._at.answer(read, prompts)
             drawn = [await self._at.answer(joined, tokens), await self._at.answer(decoded, tokens)]
             self._at.end(lane)
-        return _seen(drawn)
+        return _seen(drawn, tolerance_of(self._head.engine or self._engine))
 
 
-def _seen(drawn: list[Drawn]) -> Seen | None:
+def _seen(drawn: list[Drawn], tolerance: float) -> Seen | None:
     if len({each.version for each in drawn}) > 1:
         return None
     tokens = tuple(token for each in drawn for token in each.tokens.tolist())
     logprobs = tuple(logprob for each in drawn for logprob in each.logprobs.tolist())
-    return Seen(drawn[0].version, tokens, logprobs)
+    return Seen(drawn[0].version, tokens, logprobs, tolerance)
 
 
 def _ids(run_id: bytes, vocabulary: int, count: int) -> tuple[int, ...]:

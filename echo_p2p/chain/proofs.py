@@ -128,7 +128,7 @@ class Proofs:
             self._due, self._asked = True, asked + self._asked
             return
         self._took_s.append((trio.current_time() - self._began_at) / len(self._route))
-        if (fault := judge.fault(seen, canary.tolerance)) is not None:
+        if (fault := judge.fault(seen)) is not None:
             # The head's own stage knows its canaries: if it is not at fault itself, only one is left in a ring of two.
             raise broken(GARBAGE, fault, self._route[-1].peer if len(self._route) <= 2 else None)
         for group, proven in lengths.items():
