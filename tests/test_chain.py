@@ -25,7 +25,7 @@ from echo_p2p.chain.server import Allow, ChainServer, allow_everybody
 from echo_p2p.chain.stage import Stage, TensorUpdate, Weights
 from echo_p2p.errors import ChainError, WeightsError
 from echo_p2p.net.base import Stream, StreamHandler
-from echo_p2p.net.memory import MemoryNetwork
+from echo_p2p.net.memory import MemoryNetwork, MemoryNode
 from echo_protocols import names
 from echo_protocols.hop import (
     BeginPrompt,
@@ -488,6 +488,48 @@ def test_a_newer_chain_takes_the_place_of_an_older() -> None:
             await older.failed.wait()
             assert "superseded" in str(older.fault)
             assert [await newer.generate(request(number)) for number in range(2)] == whole
+
+    whole = whole_answers(2)
+    with_deadline(main)
+
+
+class Swallowed:
+    """The streams of a node to which one peer has fallen silent without a word: opening one to it never ends."""
+
+    def __init__(self, node: MemoryNode, silent: str) -> None:
+        self._node = node
+        self._silent = silent
+        self.dialled = trio.Event()
+        self.serve = node.serve
+
+    @asynccontextmanager
+    async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> AsyncIterator[Stream]:
+        if peer == self._silent:
+            self.dialled.set()
+            await trio.sleep_forever()
+        async with self._node.open(peer, protocol, timeout_s=timeout_s) as stream:
+            yield stream
+
+
+def test_a_newer_chain_does_not_wait_for_an_older_that_looks_for_a_silent_peer() -> None:
+    async def main() -> None:
+        async with swarm(3) as peers, trio.open_nursery() as nursery:
+            streams = Swallowed(peers.network.node(PEERS[1]), OUTSIDER)
+            peers.scopes[1].cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            await nursery.start(serve_in_scope, ChainServer(streams, peers.hosts[1]))
+            route = (*peers.route[:2], msgspec.structs.replace(peers.route[2], peer=OUTSIDER))
+
+            async def open_older() -> None:
+                with pytest.raises(ChainError, match="superseded"):
+                    async with open_chain(Ring(route, bytes(32)), peers.hosts[0], peers.servers[0]):
+                        raise AssertionError("a ring can't close over a silent peer")
+
+            nursery.start_soon(open_older)
+            await streams.dialled.wait()
+            async with peers.open() as newer:
+                assert [await newer.generate(request(number)) for number in range(2)] == whole
+            nursery.cancel_scope.cancel()
 
     whole = whole_answers(2)
     with_deadline(main)

@@ -65,6 +65,7 @@ class ChainServer:
         self._returns: dict[bytes, Return] = {}
         self._serving: Link | None = None
         self._newest = b""
+        self._opening = trio.CancelScope()
         self._free = trio.Lock()
 
     async def serve(self, *, max_streams: int = 32, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -119,8 +120,11 @@ class ChainServer:
         self._newest = chain
         if self._serving is not None:
             self._serving.end(Failure(reason="superseded", text="a newer chain was opened", peer=host.peer))
+        self._opening.cancel()  # its successor may never answer
         async with self._free, AsyncExitStack() as stack:
-            downstream = await self._open_successor(stack, chain, opening, place)
+            with trio.CancelScope() as self._opening:
+                if self._newest == chain:
+                    downstream = await self._open_successor(stack, chain, opening, place)
             if self._newest != chain:
                 raise broken("superseded", "a newer chain was opened", host.peer)
             link = self._serving = Link(chain, upstream, downstream, host.limits)
