@@ -165,3 +165,11 @@ def test_the_head_follows_the_last_stop() -> None:
     assert [OPEN.after(place).peer for place in range(3)] == [PEERS[1], PEERS[2], PEERS[0]]
     assert OPEN.place_of(PEERS[2]) == 2
     assert OPEN.place_of("D" * 44) is None
+
+
+@pytest.mark.parametrize("reason", ["", "x" * 65, "stalled\n", "\x1b[2Jstalled"])
+def test_a_reason_that_could_not_be_said_on_in_a_complaint_is_no_frame(reason: str) -> None:
+    """Else who breaks chains with such a reason could not be accused: the leader would refuse the complaint."""
+    data = b"".join(bytes(part) for part in encode(CHAIN, Failure(reason=reason)))
+    with pytest.raises(BadFrame):
+        decode(data)

@@ -31,6 +31,9 @@ _VALUE_BYTES: Final = {1: 4, 2: 2}  # float32; bfloat16, which is what a stage t
 
 Number = Annotated[int, Meta(ge=0, lt=2**32)]
 Text = Annotated[str, Meta(max_length=512)]
+Reason = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\Z")]
+"""As `Name`: it is counted, shown, and said on in complaints, which take no control characters."""
+
 Key = Annotated[bytes, Meta(min_length=1, max_length=64)]
 Buffer = bytes | memoryview
 
@@ -128,7 +131,7 @@ class Beat(Struct, frozen=True, kw_only=True, array_like=True):
 class Failure(Struct, frozen=True, kw_only=True, array_like=True):
     """The chain has ended: why, as a reason to count and a sentence, and at which peer."""
 
-    reason: Annotated[str, Meta(min_length=1, max_length=64)]
+    reason: Reason
     text: Text = ""
     peer: PeerId | None = None
 
