@@ -1,5 +1,6 @@
 """Model references, the tokenizers behind them, and the tiny model that ships."""
 
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from echo_p2p.errors import ModelError
 from echo_p2p.models import decode, encode_prompt, load_tokenizer, resolve_model, tokenizer_hash
+from echo_p2p.models.layout import read_header
 from echo_p2p.models.warm_start import make_model, make_tokenizer, train
 from echo_p2p.rl.rewards import rewards
 from echo_p2p.rl.tasks import load_task
@@ -124,6 +126,29 @@ def test_a_hub_model_that_is_not_cached_says_so_offline() -> None:
     )
     assert done.stdout.count("\n") == 1
     assert "not in the cache" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b'{"a": ' * 100_000,
+        b"[]",
+        b"3",
+        b'{"a": 3}',
+        b'{"a": {"shape": 3}}',
+        b'{"a": {"shape": [Infinity]}}',
+        b'{"a": {"shape": [NaN]}}',
+        b'{"a": {"shape": [[]]}}',
+        b"\xff",
+    ],
+)
+def test_a_header_that_lies_is_a_model_error_and_nothing_else(tmp_path: Path, header: bytes) -> None:
+    """Such a file may come from a stranger's repository, and what a peer does without it is to ask other peers."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(ModelError, match="can't be read as safetensors"):
+        read_header(file)
 
 
 def test_importing_models_loads_neither_torch_nor_transformers() -> None:

@@ -1,7 +1,9 @@
 """Plans are worth most, fit their peers and links, stay while they can, and move few layers when they can't."""
 
+import json
 import random
 from itertools import permutations, product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -494,3 +496,12 @@ def test_a_span_has_room_for_what_fits_into_the_memory() -> None:
     assert cache_room(path, whole, 2**30, 4) == 2**30 // (4 * 4 * 2 * 2 * 24)  # bytes, layers, keys and values
     assert cache_room(path, half, 2**30, 2) == 2**30 // (2 * 2 * 2 * 2 * 24)
     assert cache_room(path, whole, 0, 4) == 0
+
+
+def test_a_configuration_of_more_heads_than_values_has_room_for_some(tmp_path: Path) -> None:
+    """It may be a stranger's; its family may have heads of a width that the file does not name."""
+    source = resolve_model("tiny")
+    config = json.loads((source / "config.json").read_text()) | {"num_attention_heads": 4096, "head_dim": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    assert 0 < cache_room(tmp_path, Span(start=0, end=4, layers=4), 2**30, 4) < 2**30

@@ -68,5 +68,5 @@ def _cache_figures(model_path: Path, hidden: int) -> tuple[int, int]:
     longest = config.get("max_position_embeddings")
     width = hidden
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads > 0 < kv_heads:
-        width = kv_heads * (head if isinstance(head, int) and head > 0 else hidden // heads)
+        width = kv_heads * (head if isinstance(head, int) and head > 0 else max(1, hidden // heads))
     return 2 * width, longest if isinstance(longest, int) and longest > 0 else 2**31

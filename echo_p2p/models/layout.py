@@ -28,6 +28,11 @@ SINGLE = "model.safetensors"
 _HEADER_LIMIT_BYTES = 100_000_000  # the format's own bound
 _WEIGHT_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 
+_UNREADABLE = (
+    *(OSError, struct.error, ValueError, LookupError, TypeError, AttributeError),
+    *(OverflowError, RecursionError),  # an infinite shape, and lists in lists
+)
+
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**40)], ...], Meta(max_length=8)]
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -129,7 +134,7 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
                 raise ModelError(f"{file} has a header of {length} bytes, so it is no safetensors file: fetch it again")
             header = json.loads(stream.read(length))
         shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in header.items() if _is_tensor(name)}
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except _UNREADABLE as error:
         raise ModelError(f"{file} can't be read as safetensors ({error}): fetch it again") from error
     return shapes
 
