@@ -3,13 +3,15 @@
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import trio
 import trio.testing
 
 from echo_node.accuse import Trouble, blame
 from echo_node.complaints import AGREEING_S, COMPLAINTS_A_MINUTE, PARTED_S, Complaints
-from echo_node.leader import lead
+from echo_node.leader import _Leader, lead
+from echo_node.plans import PEERS_MAX
 from echo_node.produce import Counter, GroupDropped, Head, bring_together
 from echo_node.pulls import Pulls
 from echo_node.pulse import MISSES, STEADY, STUCK_S, Pulse
@@ -19,6 +21,7 @@ from echo_p2p.chain.driver import ChainDriver, open_chain
 from echo_p2p.chain.link import ChainLimits
 from echo_p2p.chain.memory_ring import MemoryRing, memory_ring
 from echo_p2p.chain.memory_stage import MemoryStage
+from echo_p2p.chain.pricing import Workload
 from echo_p2p.config import NetworkConfig
 from echo_p2p.errors import ChainError
 from echo_p2p.identity import Identity, from_seed
@@ -332,6 +335,22 @@ def test_two_that_complain_stay_together_where_nobody_else_could_make_a_chain() 
             nursery.cancel_scope.cancel()
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_crowd_of_peers_that_wait_costs_the_leader_no_links() -> None:
+    """Anybody may announce as many as records are looked at; each look would price each pair of them, both ways."""
+
+    async def main() -> None:
+        led = Led()
+        crowd = [from_seed(number.to_bytes(32, "big")).peer_id for number in range(PEERS_MAX + 40)]
+        record = msgspec.structs.replace(led.record(), reach="relayed")
+        led.presence.swarm.members = {peer: Member(peer, record, 0.0) for peer in crowd}
+        leader = _Leader(led.presence, led.run, Standing())
+        seen, waiting = leader._look(Workload(layers=2, rows=4), 0.0)
+        assert waiting == 40
+        assert {peer for pair in seen.links.known for peer in pair} == seen.devices.keys()
+
+    trio.run(main)
 
 
 def test_complaints_of_strangers_are_counted_and_change_nothing() -> None:

@@ -111,7 +111,8 @@ class _Leader:
         }
         chosen = bounded({peer: record.capacity for peer, record in here.items() if record.capacity}, current)
         devices = {peer: device_of(held) for peer, held in chosen.items()}
-        return _Seen(devices, links_of(here), self._complaints.parted(now), current), len(here) - len(chosen)
+        links = links_of({peer: here[peer] for peer in chosen})  # of all that are here they would be a million
+        return _Seen(devices, links, self._complaints.parted(now), current), len(here) - len(chosen)
 
     async def _publish(self, wanted: Plan, waiting: int) -> None:
         swarm = self._presence.swarm
