@@ -8,15 +8,19 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 import trio
+from msgspec import UNSET
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from echo_node.inference import measure_capacity
+from echo_node.inference import _join_first, measure_capacity
 from echo_node.model_files import open_model
+from echo_node.places import Places
 from echo_node.prompts import load_prompts
 from echo_node.run_model import Nearby, RunModel, contents_nearby, look_nearby
 from echo_node.trainer import keep_model_files, make_manifest
@@ -125,6 +129,23 @@ def test_whoever_has_nothing_gets_the_files_from_peers_and_may_pass_them_on(
         ours = Store(tmp_path / "ours" / "blobs", 1 << 30)
         async with crowd(run, {OTHER: ours.get}) as by:
             await opened(run, by, tmp_path / "theirs")
+
+    trio.run(main)
+
+
+def test_a_run_that_nobody_could_serve_ends_no_peer_that_waits_for_another(run: Run, tmp_path: Path) -> None:
+    """Anybody may publish one."""
+    hopeless = Run(msgspec.structs.replace(run.manifest, model="/nowhere", model_files=UNSET), bytes(32), OTHER, 1.0)
+
+    async def main() -> None:
+        async with crowd(run, {}) as by:  # the trainer can't be reached now
+            presence = SimpleNamespace(swarm=by, hive=by.streams)
+            board: Any = SimpleNamespace(config=NodeConfig(), presence=presence)
+            places = Places(tmp_path, tmp_path)
+            for runs in ([run, hopeless], [hopeless, run], [run]):
+                assert await _join_first(board, places, runs) is None
+            with pytest.raises(ModelError, match="/nowhere"):
+                await _join_first(board, places, [hopeless, hopeless])
 
     trio.run(main)
 

@@ -189,19 +189,22 @@ async def _find_run(board: Board, places: Places) -> _Joined:
 
 
 async def _join_first(board: Board, places: Places, runs: Sequence[Run]) -> _Joined | None:
-    """The first of some runs that can be served; None if the last one's files can't be had now.
+    """The first of some runs that can be served; None if there is none now, but may be one later.
 
-    Raises ModelError, ConfigError if the last one can't be served at all.
+    Raises ModelError, ConfigError if none can be served at all.
     """
+    faults: list[ModelError | ConfigError] = []
     for run in runs:
         try:
             return await _join(board, places, run)
         except (ModelError, ConfigError) as error:
-            if run is runs[-1]:
-                raise
-            log.warning("run %s of %s can't be served: %s", run.run_id.hex()[:12], run.owner, error)
+            faults.append(error)
+            if len(faults) < len(runs):  # else it is raised
+                log.warning("run %s of %s can't be served: %s", run.run_id.hex()[:12], run.owner, error)
         except (WeightsError, NetError, RemoteError) as error:
             log.warning("the files of run %s can't be had yet: %s", run.run_id.hex()[:12], error)
+    if len(faults) == len(runs):
+        raise faults[-1]
     return None
 
 
