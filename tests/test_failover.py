@@ -1,6 +1,7 @@
 """Who is left out of a plan and who is kept apart, whatever liars say; groups that outlive the ring they began in."""
 
 import time
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 
 import msgspec
@@ -378,6 +379,23 @@ def test_complaints_of_strangers_are_counted_and_change_nothing() -> None:
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
+def test_strangers_that_hold_streams_keep_no_complaint_out() -> None:
+    async def main() -> None:
+        led = Led(A, B, C)
+        async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
+            await led.start(nursery)
+            first = await led.until(lambda plan: bool(plan.chains) and len(plan.standby) == 1)
+            one, other = (stop.peer for stop in first.chains[0])
+            for number in range(12):
+                idle = led.network.node(str(number)).open(TRAINER.peer_id, names.COMPLAIN)
+                await stack.enter_async_context(idle)
+            await led.complain(identity_of(one), other)
+            await led.until(lambda plan: plan.number > first.number)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
 # -- groups that outlive their ring -----------------------------------------------------------------------------------
 
 V0, V1, V9 = (PolicyVersion(epoch=0, step=step) for step in (0, 1, 9))
@@ -549,6 +567,23 @@ def test_a_call_without_any_ring_is_told_so_in_the_end(tmp_path) -> None:
             await pulls._answer(SimpleNamespace(), request)  # type: ignore[arg-type]
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.2))
+
+
+def test_strangers_that_hold_streams_keep_no_trainer_from_calling(tmp_path) -> None:
+    async def main() -> None:
+        making = Making(tmp_path, protocol="sequential")
+        async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
+            nursery.start_soon(Pulls(making.presence, making.run, making.head).run)
+            await trio.testing.wait_all_tasks_blocked()
+            for number in range(12):
+                idle = making.network.node(str(number)).open(A, names.PULL)
+                await stack.enter_async_context(idle)
+            async with making.network.node(TRAINER.peer_id).open(A, names.PULL) as call:
+                await call.send(b"no envelope")
+                assert b"malformed" in await call.receive()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def test_stops_at_different_versions_are_brought_together_before_anything_is_made(tmp_path) -> None:

@@ -18,6 +18,7 @@ from echo_p2p.net.ping import (
     PADDING_MAX_BYTES,
     REQUESTS_OF_A_STREAM,
     STREAMS_A_MINUTE,
+    STREAMS_MAX,
     Reply,
     Request,
     ping,
@@ -164,6 +165,19 @@ def test_a_peer_gets_few_answers_a_minute_and_nobody_else_suffers():
         assert await ping(modest, "far", 5.0, padded=True)
         await trio.sleep(60.0)
         assert await ping(greedy, "far", 5.0, padded=True)
+
+    in_virtual_time(body)
+
+
+def test_who_holds_all_streams_keeps_nobody_else_out():
+    """Anybody may have many identities; and whoever does not answer the plan's leader is planned without."""
+
+    async def body(network: MemoryNetwork, refused: Counter[str]) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for number in range(STREAMS_MAX + 4):
+                await stack.enter_async_context(network.node(f"idle {number}").open("far", names.PING))
+            assert await ping(network.node("modest"), "far", 5.0)
+            assert refused["too-many"] == 5
 
     in_virtual_time(body)
 

@@ -18,6 +18,7 @@ from trio import TaskStatus
 
 from echo_p2p.errors import FrameTooLarge, NetError
 from echo_p2p.net.base import Stream, Streams
+from echo_p2p.net.newest import Newest
 from echo_p2p.net.reach import Allowance
 from echo_protocols import names
 from echo_protocols.values import decode, encode
@@ -28,6 +29,8 @@ PADDING_MAX_BYTES: Final = 256 * 1024
 BUSY_MAX_S: Final = 1e6
 REQUESTS_OF_A_STREAM: Final = 16
 STREAMS_MAX: Final = 32
+"""At a time: one more ends the oldest, which an honest peer's is not for long."""
+
 STREAMS_A_MINUTE: Final = 120
 """Of one peer."""
 
@@ -126,11 +129,14 @@ async def serve_ping(
 ) -> None:
     """Answer until cancelled. `busy` gives the age of the step being computed; `refused` counts what is no request."""
     counts = Counter[str]() if refused is None else refused
-    bounds = _Bounds()
+    bounds, newest = _Bounds(), Newest(STREAMS_MAX)
 
     async def handle(stream: Stream) -> None:
         try:
-            counts[await _answer(stream, busy, bounds)] += 1
+            with newest.place() as scope:
+                counts[await _answer(stream, busy, bounds)] += 1
+            if scope.cancelled_caught:
+                counts["too-many"] += 1
         except msgspec.DecodeError:
             counts["malformed"] += 1
         except FrameTooLarge:
@@ -141,7 +147,7 @@ async def serve_ping(
             log.debug("pings of %s ended: %s", stream.peer, error)
 
     await streams.serve(
-        names.PING, handle, max_frame_bytes=PADDING_MAX_BYTES + 64, max_streams=STREAMS_MAX, task_status=task_status
+        names.PING, handle, max_frame_bytes=PADDING_MAX_BYTES + 64, max_streams=2 * STREAMS_MAX, task_status=task_status
     )
 
 

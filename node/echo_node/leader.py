@@ -20,6 +20,7 @@ from echo_p2p.chain.plan import plan
 from echo_p2p.chain.pricing import Device, Link, Links, Workload
 from echo_p2p.errors import FrameTooLarge, NetError
 from echo_p2p.net.base import Stream
+from echo_p2p.net.newest import Newest
 from echo_p2p.presence import Presence
 from echo_p2p.swarm import Run
 from echo_protocols import names
@@ -70,6 +71,7 @@ class _Leader:
         self._standing = standing
         self._pulse = Pulse()
         self._complaints = Complaints()
+        self._speaking = Newest(_COMPLAINTS_AT_ONCE)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
@@ -157,16 +159,22 @@ class _Leader:
     async def hear_complaints(self) -> None:
         streams = self._presence.hive
         await streams.serve(
-            names.COMPLAIN, self._on_complaint, max_frame_bytes=_COMPLAINT_MAX_BYTES, max_streams=_COMPLAINTS_AT_ONCE
+            names.COMPLAIN,
+            self._on_complaint,
+            max_frame_bytes=_COMPLAINT_MAX_BYTES,
+            max_streams=2 * _COMPLAINTS_AT_ONCE,
         )
 
     async def _on_complaint(self, stream: Stream) -> None:
         border = self._presence.border
         try:
-            with trio.fail_after(_COMPLAINT_IDLE_S):
+            with trio.fail_after(_COMPLAINT_IDLE_S), self._speaking.place() as scope:
                 data = await stream.receive()
         except (NetError, trio.TooSlowError) as error:
             border.refuse("oversized" if isinstance(error, FrameTooLarge) else "no-request", stream.peer)
+            return
+        if scope.cancelled_caught:
+            border.refuse("no-request", stream.peer)
             return
         opened = border.open(data, COMPLAINT, self._run.run_id, time.time(), once=True)
         if isinstance(opened, Refusal):

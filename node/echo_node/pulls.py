@@ -12,6 +12,7 @@ import trio
 from echo_node.produce import Head
 from echo_p2p.errors import ChainError, EchoError, FrameTooLarge, NetError, StreamClosed, WeightsError
 from echo_p2p.net.base import Stream
+from echo_p2p.net.newest import Newest
 from echo_p2p.presence import Presence
 from echo_p2p.swarm import Run
 from echo_protocols import names
@@ -26,7 +27,7 @@ NO_RING_S = 30.0
 
 _PULL_IDLE_S = 20.0
 _SEND_DEADLINE_S = 30.0
-_CALLS_MAX = 8
+_CALLS_MAX = 8  # that wait for their request, and that are answered
 _CALL_MAX_BYTES = PULL.max_bytes + 512
 
 
@@ -37,20 +38,24 @@ class Pulls:
         self._presence = presence
         self._run = run
         self._head = head
+        self._calling = Newest(_CALLS_MAX)
 
     async def run(self) -> None:
         """Serve calls until cancelled."""
         streams = self._presence.hive
-        await streams.serve(names.PULL, self._on_pull, max_frame_bytes=_CALL_MAX_BYTES, max_streams=_CALLS_MAX)
+        await streams.serve(names.PULL, self._on_pull, max_frame_bytes=_CALL_MAX_BYTES, max_streams=2 * _CALLS_MAX)
 
     async def _on_pull(self, stream: Stream) -> None:
         border = self._presence.border
         try:
-            with trio.fail_after(_PULL_IDLE_S):
+            with trio.fail_after(_PULL_IDLE_S), self._calling.place() as scope:
                 data = await stream.receive()
         except (NetError, trio.TooSlowError) as error:
             border.refuse("oversized" if isinstance(error, FrameTooLarge) else "no-request", stream.peer)
             log.debug("%s asked for nothing: %s", stream.peer, error)
+            return
+        if scope.cancelled_caught:
+            border.refuse("no-request", stream.peer)
             return
         opened = border.open(data, PULL, self._run.run_id, time.time(), once=True)
         if isinstance(opened, Refusal):
