@@ -15,7 +15,7 @@ from echo_node.leader import _Leader, lead
 from echo_node.plans import PEERS_MAX
 from echo_node.produce import Counter, GroupDropped, Head, bring_together
 from echo_node.pulls import Pulls
-from echo_node.pulse import MISSES, STEADY, STUCK_S, Pulse
+from echo_node.pulse import MISSES, STEADY, STUCK_S, Pulse, check
 from echo_node.push import Pusher
 from echo_node.standing import Standing
 from echo_p2p.chain.driver import ChainDriver, open_chain
@@ -26,8 +26,9 @@ from echo_p2p.chain.pricing import Workload
 from echo_p2p.config import NetworkConfig
 from echo_p2p.errors import ChainError
 from echo_p2p.identity import Identity, from_seed
+from echo_p2p.net.base import Stream
 from echo_p2p.net.memory import MemoryNetwork
-from echo_p2p.net.ping import Pong, serve_ping
+from echo_p2p.net.ping import Pong, Reply, Request, serve_ping
 from echo_p2p.presence import Presence
 from echo_p2p.swarm import Member, Run, Swarm
 from echo_p2p.tensors import TensorUpdate
@@ -38,7 +39,7 @@ from echo_protocols.hop import Failure
 from echo_protocols.peer import Capacity, Complaint, Plan, RoleRecord, Stop
 from echo_protocols.rollout import RolloutGroup, Slot
 from echo_protocols.run import RunManifest, Sampling
-from echo_protocols.values import PolicyVersion, Span
+from echo_protocols.values import PolicyVersion, Span, decode, encode
 
 TRAINER = from_seed(b"t" * 32)
 PEERS = {letter: from_seed(letter.encode() * 32) for letter in "ABCDE"}
@@ -98,6 +99,37 @@ def test_who_answers_for_long_is_steady_and_who_is_not_asked_any_more_is_forgott
 
 
 # -- complaints -------------------------------------------------------------------------------------------------------
+
+
+def test_checks_at_the_same_time_count_one_silence_once() -> None:
+    """As when both neighbours complain of a peer that was busy for a moment: it is asked a second time."""
+
+    async def main() -> None:
+        network, pulse, asked = MemoryNetwork(), Pulse(), 0
+        lost: list[bool] = []
+
+        async def checked() -> None:
+            await check(network.node(B), pulse, A)
+            lost.append(pulse.lost(A))
+
+        async def handle(stream: Stream) -> None:
+            nonlocal asked
+            asked += 1
+            if asked <= 3:
+                await trio.sleep_forever()
+            while True:
+                await stream.send(encode(Reply(decode(await stream.receive(), Request).token)))
+
+        async with trio.open_nursery() as nursery:
+            await nursery.start(network.node(A).serve, names.PING, handle)
+            async with trio.open_nursery() as checking:
+                for _ in range(3):
+                    checking.start_soon(checked)
+            assert lost == [False] * 3
+            assert asked == 6
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def complaints(*chains: tuple[Stop, ...], number: int = 1) -> Complaints:

@@ -61,9 +61,13 @@ class Pulse:
         self._missed[peer] += 1
         del self._answers[peer]
 
+    def misses(self, peer: str) -> int:
+        """Pings in a row that had no answer."""
+        return self._missed[peer]
+
     def lost(self, peer: str) -> bool:
         """Whether the peer counts as gone, until it answers again."""
-        return self._missed[peer] >= MISSES
+        return self.misses(peer) >= MISSES
 
     def steady(self, peer: str) -> bool:
         """Whether it has answered for long."""
@@ -81,16 +85,17 @@ class Pulse:
 
 
 async def check(streams: Streams, pulse: Pulse, peer: str) -> None:
-    """Ask a peer until it answers or is lost."""
+    """Ask a peer until it answers or is lost. Checks at the same time count one silence once."""
     while True:
-        asked_at = trio.current_time()
+        asked_at, misses = trio.current_time(), pulse.misses(peer)
         pong = await ping(streams, peer, PING_TIMEOUT_S)
         if pong is not None and pulse.answered(peer, pong.busy_s):
             return
         if pong is None:
             if trio.current_time() - asked_at > PING_TIMEOUT_S + _LATE_S:
                 return log.info("this node was too busy to hear whether %s answers", peer)
-            pulse.missed(peer)
+            if pulse.misses(peer) == misses:
+                pulse.missed(peer)
         if pong is not None or pulse.lost(peer):
             return
 
