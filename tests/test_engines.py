@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +15,17 @@ from click.testing import CliRunner
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo_node.cli import main
-from echo_p2p.chain.engines import Device, Engine, Machine, engines_to_try, load_engine, takes_vllm, vllm_device
+from echo_p2p.chain.engines import (
+    Device,
+    Engine,
+    Machine,
+    engines_to_try,
+    free_where_it_computes,
+    load_engine,
+    takes_vllm,
+    vllm_device,
+)
+from echo_p2p.chain.torch_stage import free_on_gpu
 from echo_p2p.errors import ConfigError, ModelError
 from echo_protocols.values import Span
 
@@ -75,6 +86,16 @@ def test_vllm_takes_whole_models_on_a_gpu_or_by_name(
 def test_vllm_computes_where_the_machine_and_the_user_say() -> None:
     assert vllm_device("auto", GPU) == vllm_device("cuda", BARE_PC) == "cuda"
     assert vllm_device("auto", PC) == vllm_device("cpu", GPU) == "cpu"
+
+
+def test_a_stage_on_a_gpu_has_the_memory_of_the_gpu() -> None:
+    """A peer that counted the machine's would be given more layers than its GPU holds, and end as it loads them."""
+    gpu = partial(free_where_it_computes, free_bytes=100, on_gpu=lambda: 30)
+    assert gpu("auto", GPU) == gpu("cuda", PC) == 30
+    assert gpu("cpu", GPU) == gpu("auto", PC) == gpu("auto", MAC) == 100
+    assert free_where_it_computes("auto", GPU, 100, on_gpu=lambda: 300) == 100
+    assert free_where_it_computes("auto", GPU, 100, on_gpu=lambda: None) == 100  # torch can't use it
+    assert free_on_gpu() is None or torch.cuda.is_available()
 
 
 def test_auto_always_ends_with_torch() -> None:

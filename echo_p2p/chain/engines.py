@@ -55,6 +55,23 @@ def vllm_device(device: Device, machine: Machine) -> Literal["cpu", "cuda"]:
     return "cuda" if device == "cuda" or (device == "auto" and machine.cuda) else "cpu"
 
 
+def _free_on_gpu() -> int | None:
+    from echo_p2p.chain.torch_stage import free_on_gpu
+
+    return free_on_gpu()
+
+
+def free_where_it_computes(
+    device: Device, machine: Machine, free_bytes: int, on_gpu: Callable[[], int | None] = _free_on_gpu
+) -> int:
+    """Memory for a stage, of a machine with so much that is free: on an NVIDIA GPU, no more than the GPU has free.
+
+    All that a GPU holds passes through the machine's memory, which also keeps a copy of the weights.
+    """
+    found = on_gpu() if vllm_device(device, machine) == "cuda" else None
+    return free_bytes if found is None else min(free_bytes, found)
+
+
 def engines_to_try(engine: Engine, device: Device, machine: Machine) -> tuple[Engine, ...]:
     """The engines of a stage, best first; the later ones are for models that the first can't compute.
 

@@ -56,7 +56,11 @@ def load_stage(
     config = read_config(model_path)
     if config.num_hidden_layers != span.layers:
         raise ModelError(f"span {span} is not of {model_path}, which has {config.num_hidden_layers} layers")
-    model = build_model(model_path, config, span, dtype, weights=weights).to(where).eval()
+    model = build_model(model_path, config, span, dtype, weights=weights)
+    try:
+        model = model.to(where).eval()
+    except RuntimeError as error:  # as torch says that there is no room
+        raise ModelError(f"span {span} of {model_path} can't be moved to {where} ({error}): free its memory") from error
     use_grouped_attention(model)
     bound = max_length or int(getattr(config, "max_position_embeddings", 4096))
     logger.debug("loaded span %s of %s on %s in %s", span, model_path, where, dtype)
@@ -165,6 +169,11 @@ def _copy(lane: Lane[LaneCache], shared: Lane[LaneCache], count: int) -> None:
     shared.cache.stand_at(shared.longest)
     lane.cache.stand_at(lane.longest)
     lane.cache.join(shared.cache, held=len(lane.rows) - count, rows=count)
+
+
+def free_on_gpu() -> int | None:
+    """Bytes that are free on the NVIDIA GPU that a stage would take; None if torch has none."""
+    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
 
 
 def _pick_device() -> str:

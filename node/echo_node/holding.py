@@ -16,7 +16,7 @@ from echo_node.feed import Feed
 from echo_node.progress import cancellable, showing
 from echo_node.run_model import RunModel
 from echo_node.slow_stage import SlowStage
-from echo_p2p.chain.engines import load_engine
+from echo_p2p.chain.engines import free_where_it_computes, load_engine, this_machine
 from echo_p2p.chain.host import StageHost
 from echo_p2p.chain.link import ChainLimits
 from echo_p2p.chain.server import Allow, ChainServer, Ended
@@ -121,7 +121,9 @@ async def _load(span: Span, terms: Terms) -> Stage:
 
 def _limits(stage: Stage, terms: Terms) -> ChainLimits:
     """As many positions as the memory that is left has room for. Raises ModelError if that is too few to begin."""
-    memory = int(psutil.virtual_memory().available * terms.board.config.inference.memory_share)
+    config = terms.board.config.inference
+    free = free_where_it_computes(config.device, this_machine(), psutil.virtual_memory().available)
+    memory = int(free * config.memory_share)
     room = cache_room(terms.model.folder, stage.span, memory, value_bytes(stage.engine))
     manifest = terms.run.manifest
     least = (manifest.group_size + 1) * (PROMPT_POSITIONS + manifest.sampling.max_new_tokens)

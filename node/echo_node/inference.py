@@ -20,6 +20,7 @@ from echo_node.prompts import Prompts, load_prompts
 from echo_node.run_model import RunModel
 from echo_node.serve import Service
 from echo_node.ways import keep_measuring_ways
+from echo_p2p.chain.engines import free_where_it_computes, this_machine
 from echo_p2p.chain.fit import layers_on, refusal
 from echo_p2p.chain.pricing import Device
 from echo_p2p.chain.workload import workload_of
@@ -137,7 +138,8 @@ def span_of(presence: Presence) -> Span | None:
 
 def measure_capacity(config: InferenceConfig, manifest: RunManifest, path: Path) -> Capacity:
     """What this device can hold of the run's model, in `path`. Raises ModelError when not even a layer fits."""
-    work, free = workload_of(path, manifest), psutil.virtual_memory().available
+    work = workload_of(path, manifest)
+    free = free_where_it_computes(config.device, this_machine(), psutil.virtual_memory().available)
     device = Device(max_layers=work.layers, memory_bytes=int(free * config.memory_share))
     layers = layers_on(device, work)
     if layers == 0:
