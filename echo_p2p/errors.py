@@ -5,6 +5,7 @@ EchoError
 │   └── UnknownName      a name that is not in a table of names
 ├── IdentityError        the key file: unreadable, readable by others, not a key
 ├── ModelError           a model that can't be found, read or held
+│   └── UnknownModel     a reference that names none; a ConfigError too
 ├── NetError             the network
 │   ├── Unreachable      nobody answered, or not in time
 │   ├── StreamClosed     the other side went away in mid-conversation
@@ -38,6 +39,10 @@ class IdentityError(EchoError):
 
 class ModelError(EchoError):
     """A model can't be found, read or held."""
+
+
+class UnknownModel(ModelError, ConfigError):
+    """The user named a model that there is not, here or at the hub."""
 
 
 class NetError(EchoError):

@@ -125,10 +125,50 @@ def test_a_port_that_is_taken_is_said_with_its_flag(tmp_path: Path, flag: str) -
     assert flag in result.stderr
 
 
-def test_a_model_that_does_not_exist_is_said_before_joining(tmp_path: Path) -> None:
-    result = run(tmp_path, "join", "--role", "trainer", "--model", "./nosuchfolder")
-    assert result.exit_code == 1
-    assert "nosuchfolder" in result.stderr
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trainer", "--model", "./nosuchfolder"], 'No model "./nosuchfolder"'),
+        (["trainer", "--model", "/"], "/ holds no config.json"),
+        (["inference", "--peer", PEER, "--set", "inference.model=./nosuchfolder"], "inference.model=./nosuchfolder is"),
+    ],
+)
+def test_a_model_that_does_not_exist_is_said_before_joining(tmp_path: Path, arguments: list[str], words: str) -> None:
+    result = run(tmp_path / "home", "join", "--role", *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("name=nosuchtask", 'Unknown task "nosuchtask"'),
+        ("name=rg:nosuchset", 'no data set "nosuchset"'),
+        ("settings={colour=3}", "no setting colour"),
+        ("settings={size=10}", "has 10 prompts, the run asks for"),
+    ],
+)
+@pytest.mark.parametrize("command", [("join", "--role", "trainer"), ("demo",)])
+def test_a_task_that_can_not_be_had_is_said_before_joining(
+    tmp_path: Path, command: list[str], setting: str, words: str
+) -> None:
+    result = run(tmp_path / "home", *command, "--set", f"run.task.{setting}")
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("role", ["trainer", "inference", "bootstrap"])
+def test_an_http_port_that_is_taken_is_said_before_joining(tmp_path: Path, role: str) -> None:
+    command = ["bootstrap"] if role == "bootstrap" else ["join", "--role", role, "--peer", PEER]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = run(tmp_path / "home", *command, "--http-port", str(taken.getsockname()[1]))
+    assert result.exit_code == 2
+    assert "is taken by another program; choose another with --http-port" in result.stderr
+    assert not (tmp_path / "home").exists()
 
 
 def test_a_second_node_in_one_home_is_refused(tmp_path: Path) -> None:

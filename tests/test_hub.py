@@ -34,6 +34,7 @@ class Hub(ThreadingHTTPServer):
         self.folder = folder
         self.asked: list[tuple[str, str, str]] = []  # method, file, Range
         self.cut: dict[str, int] = {}
+        self.silent = False
 
     @property
     def url(self) -> str:
@@ -65,6 +66,9 @@ class _Handler(BaseHTTPRequestHandler):
         found = re.fullmatch(r"/echo/model/resolve/([^/]+)/([^/?]+)", self.path)
         name = found[2] if found else ""
         self.server.asked.append((self.command, name or self.path, self.headers.get("Range", "")))
+        if self.server.silent:
+            self.close_connection = True
+            return
         path = self.server.folder / name
         if not found or found[1] not in ("main", _COMMIT) or not path.is_file():
             self.send_response(404)
@@ -176,7 +180,7 @@ def test_a_revision_is_resolved_once_and_what_is_here_is_not_asked_for_again(sha
         (line,) = run(program, hub.url, tmp_path)
         assert all(len(ranges) == 1 for ranges in hub.fetched().values())
         absent = [file for method, file, _ in hub.asked if method == "HEAD" and file == "merges.txt"]
-        assert len(absent) == 1
+        assert len(absent) == 2  # whether anybody answers, and that it is noted; then never again
     assert line.startswith(_COMMIT)
     (offline,) = run(program, "http://127.0.0.1:9", tmp_path)  # nobody listens there
     assert offline == line
@@ -257,6 +261,29 @@ def check_fetched(cache: Path, content: bytes) -> None:
     folder = cache / "hub" / "models--echo--model"
     assert (folder / "snapshots" / _COMMIT / "model.safetensors").read_bytes() == content
     assert not list(folder.glob("blobs/*.echo-part"))
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_said_in_a_line(tmp_path: Path) -> None:
+    program = "try: models.resolve_model('echo/model')\nexcept ModelError as error: print(error)\n"
+    with hub_of(tmp_path) as hub:
+        hub.silent = True
+        (line,) = run(program, hub.url, tmp_path / "cache")
+        assert [method for method, file, _ in hub.asked if file == "config.json"] == ["HEAD"]
+    assert "not in the cache and the hub can't be reached" in line
+    assert "name a local folder" in line
+
+
+def test_a_name_that_the_hub_does_not_know_is_the_users_mistake(sharded: Path, tmp_path: Path) -> None:
+    program = (
+        "from echo_p2p.errors import ConfigError\n"
+        "for name in ('echo/absent', 'echo/model@nosuch', 'echo/mo--del'):\n"
+        "    try: models.resolve_model(name)\n"
+        "    except ConfigError as error: print(error)\n"
+    )
+    with hub_of(sharded) as hub:
+        lines = run(program, hub.url, tmp_path)
+    assert len(lines) == 3
+    assert all("check the id" in line for line in lines)
 
 
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:

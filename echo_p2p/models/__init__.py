@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from echo_p2p.errors import ModelError
+from echo_p2p.errors import ModelError, UnknownModel
 from echo_p2p.models.hub import Report, Snapshot, fetch_large, fetch_small, find_snapshot
 from echo_p2p.models.layout import INDEX, files_with, is_tied, span_tensors, tensor_shapes
 from echo_protocols.values import Span
@@ -90,7 +90,7 @@ def _config(folder: Path) -> dict[str, Any]:
 def _snapshot(reference: str) -> Snapshot:
     found = hub_id(reference)
     if found is None:
-        raise ModelError(
+        raise UnknownModel(
             f'No model "{reference}": use "{TINY}", the path of a model\'s folder, or a hub id such as Qwen/Qwen3-0.6B.'
         )
     return find_snapshot(*found)
@@ -104,7 +104,7 @@ def _local_folder(reference: str) -> Path | None:
     if (folder / "config.json").is_file():
         return folder
     if folder.is_dir():
-        raise ModelError(f"{folder} holds no config.json: name the folder that save_pretrained wrote.")
+        raise UnknownModel(f"{folder} holds no config.json: name the folder that save_pretrained wrote.")
     return None
 
 

@@ -14,13 +14,13 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from echo_p2p.errors import ModelError
+from echo_p2p.errors import ModelError, UnknownModel
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ Report = Callable[[int, int], None]
 _ATTEMPTS = 5
 _AGAIN_S = 1.0
 _SILENCE_S = 20.0
+_FIRST_WORD_S = 5.0
 _LOCK_S = 1.0
 _PIECE_BYTES = 2**20
 _ETAG = re.compile(r"[0-9a-f]{32,64}")
@@ -108,12 +109,35 @@ def remote_shapes(snapshot: Snapshot, file: str) -> dict[str, tuple[int, ...]]:
 
 
 def _fetch_small(name: str, file: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    found = hf_hub_download(name, file, revision=revision, dry_run=True)
-    if (found.file_size or 0) > _SMALL_MAX_BYTES:
-        raise ModelError(f"{file} of {name} has {found.file_size} bytes, which no such file needs: name another model.")
+    try:
+        size_bytes = _knock(name, file, revision)
+    except LocalEntryNotFoundError:
+        if isinstance(held := try_to_load_from_cache(name, file, revision=revision), str):
+            return Path(held)
+        raise
+    if size_bytes > _SMALL_MAX_BYTES:
+        raise ModelError(f"{file} of {name} has {size_bytes} bytes, which no such file needs: name another model.")
     return Path(hf_hub_download(name, file, revision=revision))
+
+
+def _knock(name: str, file: str, revision: str | None) -> int:
+    """The size of a file, asked for once; 0 if the hub says something else of it.
+
+    Raises LocalEntryNotFoundError if nobody answers: huggingface_hub would try for 25 s.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        with suppress(HfHubHTTPError):  # an answer, of which `hf_hub_download` makes more
+            found = get_hf_file_metadata(hf_hub_url(name, file, revision=revision), timeout=_FIRST_WORD_S)
+            return found.size or 0
+    except (*_vendor_failures(), OfflineModeIsEnabled) as error:
+        raise LocalEntryNotFoundError(str(error)) from error
+    return 0
 
 
 def _fetch(snapshot: Snapshot, file: str, report: Callable[[int], None]) -> None:
@@ -202,15 +226,25 @@ def _vendor_failures() -> tuple[type[Exception], ...]:
 @contextmanager
 def _asking(name: str, revision: str | None) -> Iterator[None]:
     """What the hub raises, as a sentence: its own message runs over many lines and repeats its address."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
         yield
     except LocalEntryNotFoundError as error:
         cure = "connect to the internet once, or name a local folder"
         raise ModelError(f"Model {name} is not in the cache and the hub can't be reached: {cure}.") from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         cure = "check the id, the revision, and your access to it"
-        raise ModelError(f"The hub has no model {name} at revision {revision or 'main'}: {cure}.") from error
+        raise UnknownModel(f"The hub has no model {name} at revision {revision or 'main'}: {cure}.") from error
+    except (HfHubHTTPError, OSError) as error:
+        why = str(error).partition("\n")[0]
+        raise ModelError(f"Model {name} can't be had from the hub ({why}): check your access to it.") from error
     except _vendor_failures() as error:
         raise ModelError(f"The hub can't be reached for {name} ({error}): check the connection.") from error

@@ -203,9 +203,11 @@ def co_located(ctx: click.Context, config: Path | None, settings: tuple[str, ...
 def demo(json_path: Path | None, settings: tuple[str, ...], **options: Any) -> None:
     """Watch a whole swarm learn on this machine: five processes on loopback, over the real network stacks."""
     from echo_node.demo import DemoOptions, run_demo
+    from echo_node.prompts import open_task
 
     config = load_config(None, dict(_setting(text) for text in settings))  # a wrong key is said here, not by a node
     recipe_of(config.run.algorithm)
+    open_task(config.run.task, config.run.prompts)
     sys.exit(run_demo(DemoOptions(json_path=json_path, settings=settings, **options)))
 
 

@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from echo_node.api import build_app, serve_http
+from echo_node.api import bind, build_app, serve_http
 from echo_node.board import SOFTWARE, Board, join_line
 from echo_node.logs import Journal
 from echo_node.places import Places, only_node, whereabouts
 from echo_node.progress import showing
+from echo_node.prompts import open_task
+from echo_node.run_model import named_folder
 from echo_node.state import Whereabouts
 from echo_p2p.config import NodeConfig
 from echo_p2p.errors import ConfigError
@@ -43,7 +45,11 @@ def check_start(config: NodeConfig) -> None:
     for flag, port in (("--port", network.port), ("--gossip-port", network.gossip_port)):
         if port:
             _check_free(network.host, port, flag)
+    bind(network.http_host, network.http_port).close()
+    if config.inference.model and config.role == "inference":
+        named_folder(config.inference.model)
     if config.role == "trainer":
+        open_task(config.run.task, config.run.prompts)
         with showing(f"fetching {config.run.model}") as report:
             resolve_model(config.run.model, report)
 

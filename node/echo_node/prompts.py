@@ -6,7 +6,7 @@ from typing import Any
 from echo_p2p.errors import ConfigError, ModelError
 from echo_p2p.models import decode, encode_prompt, load_tokenizer, model_folder, tokenizer_hash
 from echo_p2p.rl.tasks import Task, load_task
-from echo_protocols.run import RunManifest
+from echo_protocols.run import RunManifest, TaskSpec
 
 
 class Prompts:
@@ -26,14 +26,20 @@ class Prompts:
         return decode(self._tokenizer, list(tokens))
 
 
+def open_task(spec: TaskSpec, prompts: int) -> Task:
+    """The task of a run that asks for so many prompts. Raises ConfigError if there is none, or not so many."""
+    task = load_task(spec.name, spec.seed, **spec.settings)
+    if task.size < prompts:
+        raise ConfigError(f"task {task.name} has {task.size} prompts, the run asks for {prompts}.")
+    return task
+
+
 def load_prompts(manifest: RunManifest, folder: Path | None = None) -> Prompts:
     """Load what a manifest names, the tokenizer from `folder` (default: where `model` is on this machine, its trainer).
 
     Raises ConfigError for an unknown task, ModelError for another tokenizer.
     """
-    task = load_task(manifest.task.name, manifest.task.seed, **manifest.task.settings)
-    if task.size < manifest.prompts:
-        raise ConfigError(f"task {task.name} has {task.size} prompts, the run asks for {manifest.prompts}.")
+    task = open_task(manifest.task, manifest.prompts)
     path = model_folder(manifest.model) if folder is None else folder
     if bytes.fromhex(tokenizer_hash(str(path))) != manifest.tokenizer_hash:
         raise ModelError(

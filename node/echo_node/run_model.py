@@ -14,7 +14,7 @@ from typing import Literal
 from msgspec import UNSET
 
 from echo_node.places import write_whole
-from echo_p2p.errors import ModelError
+from echo_p2p.errors import ModelError, UnknownModel
 from echo_p2p.models import SMALL_FILES, TINY, fetch_weights, hub_id, model_folder, tensors_of
 from echo_p2p.models.files import check_contents, small_files
 from echo_p2p.models.hub import Report, Snapshot, fetch_small, find_snapshot, remote_shapes, sizes_of
@@ -52,16 +52,21 @@ class Nearby:
         return self.local or (self.snapshot.folder if self.snapshot else None)
 
 
+def named_folder(named: str) -> Path:
+    """The folder that the user gave as `inference.model`. Raises UnknownModel if it is none."""
+    local = Path(named).expanduser()
+    if not local.is_dir():
+        raise UnknownModel(f"inference.model={named} is no folder: name the one that holds your copy of the model.")
+    return local
+
+
 def look_nearby(manifest: RunManifest, named: str) -> Nearby:
     """Look for a run's model: in the folder that the user named, else as built in, else at the hub.
 
     A path in the manifest is another machine's, and is not opened. Blocks. Raises ModelError if `named` is no folder.
     """
     if named:
-        local = Path(named).expanduser()
-        if not local.is_dir():
-            raise ModelError(f"inference.model={named} is no folder: name the one that holds your copy of the model.")
-        return Nearby(local)
+        return Nearby(named_folder(named))
     if manifest.model == TINY:
         return Nearby(model_folder(TINY))
     found = hub_id(manifest.model)
