@@ -6,7 +6,7 @@ A ring that fails, or whose neighbours change, is opened again; the span stays l
 import logging
 from collections import Counter as Tally
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import msgspec
 import trio
@@ -23,15 +23,14 @@ from echo_node.push import Pusher
 from echo_node.rate import Rate
 from echo_node.run_model import RunModel
 from echo_node.state import Activity, InferenceView
-from echo_node.whole import WholeModel, hold_whole
+from echo_node.whole import answer_alone
 from echo_p2p.chain.driver import ChainDriver, open_chain
-from echo_p2p.chain.engines import takes_vllm, this_machine
 from echo_p2p.chain.host import HostStatistics
 from echo_p2p.chain.link import GARBAGE, ChainBroken
 from echo_p2p.chain.ring import Ring, lanes_for, opening_fault
 from echo_p2p.chain.verdict import Seen
-from echo_p2p.chain.vllm_engine import VllmEngine, cancel_after
-from echo_p2p.errors import ChainError, ModelError
+from echo_p2p.chain.vllm_engine import VllmEngine
+from echo_p2p.errors import ChainError
 from echo_p2p.swarm import Run
 from echo_p2p.weights.store import Store
 from echo_protocols.hop import Failure, Open
@@ -85,8 +84,7 @@ class Service:
         self._refused_before = Tally(self.refused())
         self._span, self._holding, self._rate = span, None, Rate()
         try:
-            if await self._answers_alone(span):
-                return
+            await answer_alone(span, self._terms, self._head, self._chain, self._answers_with)
             async with hold(span, self._terms) as self._holding:
                 self._presence.swarm.announce()  # that we are ready
                 while not self._holding.host.corrupt:
@@ -99,45 +97,8 @@ class Service:
         finally:
             self._span, self._holding, self._engine = None, None, None
 
-    async def _answers_alone(self, span: Span) -> bool:
-        """Hold a whole model in vLLM, if that is what is wanted; False if it is not, or can't be, and need not be.
-
-        Raises ModelError if only vLLM was wanted, and ChainError once it has failed.
-        """
-        config = self._board.config.inference
-        if config.slowdown_s or not takes_vllm(config.engine, config.device, this_machine(), span):
-            return False
-        try:
-            async with hold_whole(span, self._terms) as whole:
-                self._engine = whole.engine
-                self._presence.swarm.announce()  # that we are ready
-                await self._answer(whole)
-        except ModelError as error:
-            if config.engine == "vllm":
-                raise
-            log.warning("%s; taking torch instead", error)
-            return False
-        raise whole.engine.fault or ChainError("the vllm engine was closed")
-
-    async def _answer(self, whole: WholeModel) -> None:
-        """Make groups, and take chats, while the plan has us do so; follow the releases meanwhile. Until it fails."""
-        pushes = self._run.manifest.protocol == "async"
-        voice = Voice(whole.engine, self._run.manifest, self._prompts.model_path)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(cancel_after, whole.engine.failed, nursery.cancel_scope)
-            while True:
-                chain = self._chain()
-                async with trio.open_nursery() as meanwhile:
-                    if pushes or not chain:  # else the trainer says when
-                        meanwhile.start_soon(self._head.keep_switched, whole.engine, whole.replica)
-                    with ExitStack() as stack:
-                        if chain:
-                            log.info("answering with the whole model")
-                            stack.enter_context(self._head.using(whole.engine))
-                            stack.enter_context(self._board.desk.lend(voice))
-                        while self._chain() == chain:
-                            await self._presence.swarm.changed()
-                    meanwhile.cancel_scope.cancel()
+    def _answers_with(self, engine: VllmEngine) -> None:
+        self._engine = engine
 
     # -- what others are told -----------------------------------------------------------------------------------------
 

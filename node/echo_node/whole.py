@@ -1,18 +1,23 @@
-"""A whole model that a peer holds in vLLM: loaded, and kept at the newest version. Knows no plan and no ring."""
+"""A whole model that a peer holds in vLLM: loaded, kept at the newest version, and answering while the plan says so.
+
+Knows no ring, and no plan but for the chain that it is told.
+"""
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import trio
 
+from echo_node.chat_desk import Voice
 from echo_node.holding import Terms
+from echo_node.produce import Head
 from echo_node.progress import cancellable, showing
 from echo_p2p.chain.answerer import GroupBounds
-from echo_p2p.chain.engines import this_machine, vllm_device
+from echo_p2p.chain.engines import takes_vllm, this_machine, vllm_device
 from echo_p2p.chain.vllm_engine import VllmEngine, cancel_after, load_for
 from echo_p2p.chain.vllm_process import open_process
 from echo_p2p.chain.vllm_wire import Load
@@ -20,6 +25,7 @@ from echo_p2p.chain.workload import PROMPT_POSITIONS
 from echo_p2p.config import InferenceConfig
 from echo_p2p.errors import ChainError, ModelError
 from echo_p2p.weights.fetch import Replica
+from echo_protocols.peer import Stop
 from echo_protocols.run import RunManifest
 from echo_protocols.values import Span
 
@@ -34,6 +40,55 @@ class WholeModel:
 
     engine: VllmEngine
     replica: Replica
+
+
+async def answer_alone(
+    span: Span,
+    terms: Terms,
+    head: Head,
+    chain: Callable[[], tuple[Stop, ...]],
+    ready: Callable[[VllmEngine], None],
+) -> None:
+    """Hold a whole model in vLLM and answer with it, if that is what is wanted; else return, as if it can't be had.
+
+    `chain` says whether the plan has us answer, `ready` hears of the engine. Raises ModelError if only vLLM was wanted,
+    and ChainError once it has failed.
+    """
+    config = terms.board.config.inference
+    if config.slowdown_s or not takes_vllm(config.engine, config.device, this_machine(), span):
+        return
+    try:
+        async with hold_whole(span, terms) as whole:
+            ready(whole.engine)
+            terms.board.presence.swarm.announce()  # that we are ready
+            await _answer(whole, terms, head, chain)
+    except ModelError as error:
+        if config.engine == "vllm":
+            raise
+        log.warning("%s; taking torch instead", error)
+        return
+    raise whole.engine.fault or ChainError("the vllm engine was closed")
+
+
+async def _answer(whole: WholeModel, terms: Terms, head: Head, chain: Callable[[], tuple[Stop, ...]]) -> None:
+    """Make groups, and take chats, while the plan has us do so; follow the releases meanwhile. Until it fails."""
+    swarm, manifest = terms.board.presence.swarm, terms.run.manifest
+    voice = Voice(whole.engine, manifest, terms.model.folder)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(cancel_after, whole.engine.failed, nursery.cancel_scope)
+        while True:
+            ours = chain()
+            async with trio.open_nursery() as meanwhile:
+                if manifest.protocol == "async" or not ours:  # else the trainer says when
+                    meanwhile.start_soon(head.keep_switched, whole.engine, whole.replica)
+                with ExitStack() as stack:
+                    if ours:
+                        log.info("answering with the whole model")
+                        stack.enter_context(head.using(whole.engine))
+                        stack.enter_context(terms.board.desk.lend(voice))
+                    while chain() == ours:
+                        await swarm.changed()
+                meanwhile.cancel_scope.cancel()
 
 
 @asynccontextmanager
