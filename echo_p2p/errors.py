@@ -8,6 +8,7 @@ EchoError
 │   └── UnknownModel     a reference that names none; a ConfigError too
 ├── NetError             the network
 │   ├── Unreachable      nobody answered, or not in time
+│   │   └── NotServed    somebody did, and does not serve what was asked for: not yet, or no more
 │   ├── StreamClosed     the other side went away in mid-conversation
 │   └── FrameTooLarge    a message over its bound
 ├── RemoteError          the other side answered with a typed failure
@@ -51,6 +52,10 @@ class NetError(EchoError):
 
 class Unreachable(NetError):
     """Nobody answered, or not before the deadline."""
+
+
+class NotServed(Unreachable):
+    """The peer is there, and serves no such protocol: it has not come so far, or does so no more."""
 
 
 class StreamClosed(NetError):

@@ -1,5 +1,6 @@
 """Chains of one, two and three peers over the in-memory network: the same tokens, or one typed error."""
 
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -17,12 +18,13 @@ import trio.testing
 from echo_p2p.chain.driver import ChainDriver, open_chain
 from echo_p2p.chain.group import Answers, GroupRequest
 from echo_p2p.chain.host import StageHost
-from echo_p2p.chain.link import ChainBroken, ChainLimits
+from echo_p2p.chain.link import ChainBroken, ChainLimits, broken
 from echo_p2p.chain.memory_stage import MemoryStage, MemoryWeights
 from echo_p2p.chain.queue import Group, Queue, readings_of
 from echo_p2p.chain.ring import Ring, opening_fault
 from echo_p2p.chain.server import Allow, ChainServer, allow_everybody
 from echo_p2p.chain.stage import Stage, TensorUpdate, Weights
+from echo_p2p.chain.troubles import Troubles, how_said
 from echo_p2p.errors import ChainError, WeightsError
 from echo_p2p.net.base import Stream, StreamHandler
 from echo_p2p.net.memory import MemoryNetwork, MemoryNode
@@ -480,6 +482,45 @@ def test_a_chain_is_whole_again_after_it_is_opened_anew() -> None:
 
     whole = whole_answers(2)
     with_deadline(main)
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_stop_that_still_loads_is_waited_for_in_one_calm_line(late: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    troubles = Troubles()
+
+    async def main() -> None:
+        async with swarm(3) as peers:
+            peers.scopes[late].cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            for _ in range(3):
+                with pytest.raises(ChainBroken) as raised:
+                    async with peers.open():
+                        raise AssertionError("a ring can't close over a stop that serves nothing")
+                assert (raised.value.failure.reason, raised.value.failure.peer) == ("loading", PEERS[late])
+                troubles.say(raised.value)
+            assert not any(host.refused for host in peers.hosts)
+
+    with_deadline(main)
+    lines = [record for record in caplog.records if record.levelname in ("INFO", "WARNING", "ERROR")]
+    assert {(record.levelname, record.getMessage()) for record in lines} == {
+        ("INFO", f"waiting for {PEERS[late]} to load its layers")
+    }
+    assert len(lines) == late  # one of each stop that waits
+
+
+def test_a_trouble_is_said_once_until_a_chain_is_open_and_that_of_a_changed_plan_calmly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    troubles = Troubles()
+    for _ in range(2):
+        troubles.say(broken("lost", "text", PEERS[1]))
+        troubles.say(broken("lost", "text", PEERS[1]))
+        troubles.over()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    levels = {reason: how_said(broken(reason, "text", PEERS[1]))[0] for reason in ("lost", "not-allowed", "loading")}
+    assert levels == {"lost": logging.WARNING, "not-allowed": logging.INFO, "loading": logging.INFO}
+    assert how_said(ChainError("too few lanes")) == (logging.WARNING, "the chain can't be opened: too few lanes")
 
 
 def test_a_newer_chain_takes_the_place_of_an_older() -> None:

@@ -245,6 +245,8 @@ def test_nobody_is_to_blame_for_a_plan_that_changed_or_a_peer_that_loads() -> No
     late = trouble("unreachable", B, times=9)
     assert blame(A, late, {B: WELL, C: WELL}) is None
     assert blame(A, trouble("unreachable", B, times=9, ready=frozenset({B})), {B: WELL}) == (B, "unreachable")
+    assert blame(A, trouble("loading", C, told_by=B, times=9, ready=frozenset({B})), {B: WELL, C: WELL}) is None
+    assert blame(A, trouble("loading", B, times=9, ready=frozenset({B})), {B: WELL}) == (B, "loading")
     assert blame(A, trouble("stalled", A), {B: WELL, C: WELL}) is None  # it was us
 
 

@@ -22,7 +22,7 @@ from libp2p.utils import encode_varint_prefixed
 from multiaddr import Multiaddr
 
 from echo_p2p import protobuf
-from echo_p2p.errors import FrameTooLarge, NetError, StreamClosed, Unreachable
+from echo_p2p.errors import FrameTooLarge, NetError, NotServed, StreamClosed, Unreachable
 from echo_p2p.identity import Identity, generate
 from echo_p2p.net.base import GOSSIP_MAX_BYTES, RECORD_MAX_BYTES, Message, Stream
 from echo_p2p.net.dialing import answers, backoff_s, split_address, tcp_endpoint
@@ -445,15 +445,16 @@ def test_streams_over_the_limit_are_refused(pair):
 @records_and_streams
 def test_opening_to_nobody_is_unreachable_before_the_deadline(pair):
     async def check(one, other):
-        async def try_to_open(peer):
+        async def try_to_open(peer, kind):
             started = trio.current_time()
-            with pytest.raises(Unreachable):
+            with pytest.raises(Unreachable) as raised:
                 async with other.open(peer, ECHO, timeout_s=2):
                     pass
+            assert type(raised.value) is kind
             assert trio.current_time() - started < 3
 
-        await try_to_open(generate().peer_id)
-        await try_to_open(one.peer_id)  # which serves no such protocol
+        await try_to_open(generate().peer_id, Unreachable)
+        await try_to_open(one.peer_id, NotServed)
 
     run(pair, check)
 
@@ -468,7 +469,7 @@ def test_a_protocol_is_withdrawn_when_its_server_is_cancelled(pair):
                     await stream.send(b"x")
                     await stream.receive()
                 nursery.cancel_scope.cancel()
-            with pytest.raises(Unreachable):
+            with pytest.raises(NotServed):
                 async with other.open(one.peer_id, ECHO, timeout_s=2):
                     pass
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import trio
 
 from echo_p2p.chain.group import SoFar
-from echo_p2p.errors import ChainError, NetError
+from echo_p2p.errors import ChainError, NetError, NotServed
 from echo_p2p.net.base import Stream
 from echo_protocols.hop import BadFrame, Failure, Frame, decode, encode
 
@@ -23,6 +23,9 @@ CLOSED = "closed"
 
 GARBAGE = "garbage"
 """Reason of a chain with a stage that computes what can't be right."""
+
+LOADING = "loading"
+"""Reason of a chain that can't be opened yet: a stop is there, and has not loaded its span."""
 
 _FAREWELL_S = 1.0
 
@@ -123,6 +126,13 @@ async def bid_farewell(chain: bytes, failure: Failure, *streams: Stream) -> None
 def broken(reason: str, text: str, peer: str | None = None) -> ChainBroken:
     """A fault as an error to raise."""
     return ChainBroken(Failure(reason=reason, text=text[:500], peer=peer))
+
+
+def not_opened(successor: str, error: NetError) -> ChainBroken:
+    """Why a chain does not come to its next stop."""
+    if isinstance(error, NotServed):
+        return broken(LOADING, f"{successor} has not loaded its span yet", successor)
+    return broken("unreachable", f"could not open a stream to {successor}: {error}", successor)
 
 
 class Link:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import trio
 
-from echo_p2p.chain.link import ChainBroken, broken, receive_frame, send_frame
+from echo_p2p.chain.link import ChainBroken, broken, not_opened, receive_frame, send_frame
 from echo_p2p.chain.server import ChainServer, signed_in
 from echo_p2p.errors import NetError
 from echo_p2p.net.base import Stream
@@ -78,7 +78,7 @@ async def close_ring(
             opened = server.streams.open(successor, names.HOP, timeout_s=timeout_s)
             downstream = await stack.enter_async_context(opened)
         except NetError as error:
-            raise broken("unreachable", f"could not open a stream to {successor}: {error}", successor) from error
+            raise not_opened(successor, error) from error
         await send_frame(downstream, chain, signed_in(opening, server.host), timeout_s)
         # Each stage gives its successor `timeout_s`; one more is for the way back.
         closed = await _first_of(downstream, arrivals, chain, timeout_s * (len(ring.route) + 1))

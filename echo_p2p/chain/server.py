@@ -13,8 +13,20 @@ from trio import TaskStatus
 
 from echo_p2p.chain.group import Drawn
 from echo_p2p.chain.host import StageHost
-from echo_p2p.chain.link import CLOSED, GARBAGE, ChainBroken, Link, bid_farewell, broken, receive_frame, send_frame
+from echo_p2p.chain.link import (
+    CLOSED,
+    GARBAGE,
+    LOADING,
+    ChainBroken,
+    Link,
+    bid_farewell,
+    broken,
+    not_opened,
+    receive_frame,
+    send_frame,
+)
 from echo_p2p.chain.seat import Seat
+from echo_p2p.chain.troubles import Troubles
 from echo_p2p.chain.turns import Turn
 from echo_p2p.chain.wire import from_forward, is_finite, to_forward, to_tokens
 from echo_p2p.errors import NetError, WeightsError
@@ -67,6 +79,7 @@ class ChainServer:
         self._newest = b""
         self._opening = trio.CancelScope()
         self._free = trio.Lock()
+        self._troubles = Troubles()
 
     async def serve(self, *, max_streams: int = 32, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve the hop protocol until cancelled."""
@@ -96,8 +109,11 @@ class ChainServer:
             else:
                 await self._serve_chain(stream, chain, frame, place)
         except ChainBroken as error:
-            self.host.count_refusal(error.failure.reason)
-            logger.warning("refused a stream of %s: %s", stream.peer, error)
+            if error.failure.reason == LOADING:
+                self._troubles.say(error)
+            else:
+                self.host.count_refusal(error.failure.reason)
+                logger.warning("refused a stream of %s: %s", stream.peer, error)
             await bid_farewell(chain, error.failure, stream)
 
     async def _close_ring(self, stream: Stream, chain: bytes, opening: Open) -> None:
@@ -127,6 +143,7 @@ class ChainServer:
                     downstream = await self._open_successor(stack, chain, opening, place)
             if self._newest != chain:
                 raise broken("superseded", "a newer chain was opened", host.peer)
+            self._troubles.over()
             link = self._serving = Link(chain, upstream, downstream, host.limits)
             try:
                 failure = await _ServedChain(host, link).run()
@@ -145,7 +162,7 @@ class ChainServer:
         try:
             stream = await stack.enter_async_context(self.streams.open(successor, names.HOP, timeout_s=timeout_s))
         except NetError as error:
-            raise broken("unreachable", f"could not open a stream to {successor}: {error}", successor) from error
+            raise not_opened(successor, error) from error
         await send_frame(stream, chain, signed_in(opening, host), timeout_s)
         return stream
 

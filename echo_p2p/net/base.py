@@ -90,7 +90,7 @@ class Streams(Protocol):
     """Streams to named protocols of a peer."""
 
     def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> AbstractAsyncContextManager[Stream]:
-        """Open a stream; closed when the context is left. Raises Unreachable."""
+        """Open a stream; closed when the context is left. Raises Unreachable, or NotServed if the peer is there."""
 
     async def serve(
         self,

@@ -18,7 +18,7 @@ from multiaddr.exceptions import Error as MultiaddrError
 from trio import TaskStatus
 
 from echo_p2p import protobuf
-from echo_p2p.errors import FrameTooLarge, NetError, StreamClosed, Unreachable
+from echo_p2p.errors import FrameTooLarge, NetError, NotServed, StreamClosed, Unreachable
 from echo_p2p.identity import base58_encode, peer_id_bytes
 from echo_p2p.net.base import FRAME_MAX_BYTES, Stream, StreamHandler
 from echo_p2p.net.frames import FrameStream
@@ -33,6 +33,8 @@ _UNIX_PROTOCOL = 400  # multiaddr's code
 RESPONSE_MAX_BYTES = 1024 * 1024
 CONTROL_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 10.0
+
+_NOT_SERVED = "protocols not supported"  # as p2pd puts it
 
 # The serving side answers a new stream with one byte, so that "too busy" is told apart from a broken connection.
 _ACCEPTED = b"\0"
@@ -68,7 +70,7 @@ class Daemon:
         return sorted({base58_encode(protobuf.bytes_field(info, 1)) for info in infos})
 
     async def dial(self, peer: str, protocol: str, timeout_s: float) -> trio.SocketStream:
-        """A bare byte stream to a peer that p2pd is connected with or can find. Raises Unreachable."""
+        """A bare byte stream to a peer that p2pd is connected with or can find. Raises Unreachable, NotServed."""
         request = protobuf.encode((1, peer_id_bytes(peer)), (2, protocol.encode()), (3, max(1, round(timeout_s))))
         connection = await self._connection()
         dialled = False
@@ -79,6 +81,8 @@ class Daemon:
         except trio.TooSlowError as error:
             raise Unreachable(f"peer {peer} did not open {protocol} within {timeout_s:g} s") from error
         except (ValueError, trio.BrokenResourceError) as error:
+            if _NOT_SERVED in str(error):
+                raise NotServed(f"peer {peer} does not serve {protocol}; it may still be loading") from error
             raise Unreachable(f"peer {peer} can't be reached for {protocol}: {error}") from error
         finally:
             if not dialled:
@@ -87,7 +91,7 @@ class Daemon:
 
     @asynccontextmanager
     async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> AsyncIterator[Stream]:
-        """A stream of frames to a peer that serves `protocol`. Raises Unreachable."""
+        """A stream of frames to a peer that serves `protocol`. Raises Unreachable, NotServed."""
         connection = await self.dial(peer, protocol, timeout_s)
         stream = FrameStream(connection, peer)
         try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import trio
 from trio import TaskStatus
 
-from echo_p2p.errors import FrameTooLarge, StreamClosed, Unreachable
+from echo_p2p.errors import FrameTooLarge, NotServed, StreamClosed, Unreachable
 from echo_p2p.net.base import (
     FRAME_MAX_BYTES,
     GOSSIP_MAX_BYTES,
@@ -180,8 +180,10 @@ class MemoryNode:
         await trio.sleep(min(self._network.delay_s, timeout_s))
         node = self._network._nodes.get(peer)
         served = node._served.get(protocol) if node else None
-        if served is None or self._network.delay_s > timeout_s or not self._network.connects(self.peer_id, peer):
+        if node is None or self._network.delay_s > timeout_s or not self._network.connects(self.peer_id, peer):
             raise Unreachable(f"peer {peer} can't be reached for {protocol} within {timeout_s:g} s")
+        if served is None:
+            raise NotServed(f"peer {peer} does not serve {protocol}; it may still be loading")
         if served.active >= served.max_streams:
             raise Unreachable(f"peer {peer} is serving as many streams as it will ({protocol}); try another peer")
         ours, theirs = stream_pair(self._network, self.peer_id, peer, served.max_frame_bytes)

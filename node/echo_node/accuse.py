@@ -12,6 +12,8 @@ from typing import Final
 
 import trio
 
+from echo_p2p.chain.link import LOADING
+from echo_p2p.chain.troubles import NOBODYS
 from echo_p2p.errors import NetError
 from echo_p2p.net.ping import Pong, ping
 from echo_p2p.net.reach import Allowance
@@ -29,11 +31,6 @@ AT_ONCE: Final = frozenset({"garbage", "bad-frame", "bad-rows", "bad-lane"})
 
 SLOW: Final = frozenset({"silent", "stalled"})
 """Reasons for which a step that still runs is to blame."""
-
-NOBODYS: Final = frozenset(
-    {"closed", "left", "superseded", "not-allowed", "unknown-chain", "wrong-span", "not-in-route", "not-predecessor"}
-)
-"""Reasons of a plan that has changed, or is not known everywhere yet."""
 
 TIMES: Final = 2
 TIMES_HEARD: Final = 4
@@ -73,6 +70,8 @@ def blame(ours: str, trouble: Trouble, pongs: Mapping[str, Pong | None]) -> tupl
     stuck = {peer: pong.busy_s for peer, pong in pongs.items() if pong is not None and pong.busy_s >= STUCK_S}
     if failure.reason in SLOW and stuck:
         return max(stuck, key=stuck.__getitem__), "stuck"
+    if failure.reason == LOADING and failure.peer not in trouble.ready:
+        return None  # and whoever says so of it is right
     accused = _accused(ours, trouble)
     if accused is None or not (trouble.times >= TIMES or failure.reason in AT_ONCE):
         return None

@@ -28,6 +28,7 @@ from echo_p2p.chain.driver import ChainDriver, open_chain
 from echo_p2p.chain.host import HostStatistics
 from echo_p2p.chain.link import GARBAGE, ChainBroken
 from echo_p2p.chain.ring import Ring, lanes_for, opening_fault
+from echo_p2p.chain.troubles import Troubles
 from echo_p2p.chain.verdict import Seen
 from echo_p2p.chain.vllm_engine import VllmEngine
 from echo_p2p.errors import ChainError
@@ -71,6 +72,7 @@ class Service:
         self._canaries: dict[PolicyVersion, Seen] = {}
         self._refused_before: Tally[str] = Tally()
         self._rate = Rate()
+        self._troubles = Troubles()
 
     async def run(self) -> None:
         """Deliver groups, from whatever ring is open, and look into those that fail, until cancelled."""
@@ -219,6 +221,7 @@ class Service:
         opening = Open(route=chain, run_id=self._run.run_id, plan=ring.plan, lanes=ring.lane_count)
         try:
             async with open_chain(ring, holding.host, holding.server, reference=self._canaries.get) as driver:
+                self._troubles.over()
                 log.info("chain of %d is open", len(chain))
                 with suppress(ChainBroken):  # which is the driver's fault then
                     await bring_together(driver, holding.replica)
@@ -234,10 +237,10 @@ class Service:
             if error.failure.peer == told_by:
                 told_by = None
         except ChainError as error:
-            log.warning("the chain can't be opened: %s", error)
+            self._troubles.say(error)
             fault, told_by = None, None
         if fault is not None:
-            log.warning("%s", fault)
+            self._troubles.say(fault)
             self._ended(opening, fault.failure, told_by)
 
     def _remember(self, driver: ChainDriver) -> None:
