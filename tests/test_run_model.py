@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -27,9 +27,10 @@ from echo_node.trainer import keep_model_files, make_manifest
 from echo_p2p.chain.shape import model_shape
 from echo_p2p.chain.torch_stage import TorchStage, load_stage
 from echo_p2p.config import InferenceConfig, NodeConfig, RunConfig
-from echo_p2p.errors import ModelError, NetError
+from echo_p2p.errors import ConfigError, ModelError, NetError
 from echo_p2p.models import load_tokenizer, model_folder
 from echo_p2p.models.files import check_contents, small_files
+from echo_p2p.models.hub import Snapshot
 from echo_p2p.models.layout import INDEX, LAYOUT, tensor_shapes
 from echo_p2p.net.blobs import serve_blobs
 from echo_p2p.net.memory import MemoryNetwork
@@ -189,6 +190,27 @@ def test_after_an_interruption_only_what_is_missing_is_asked_for(run: Run, tmp_p
             assert asked.total() == len(files)
 
     trio.run(main)
+
+
+@pytest.mark.parametrize("engine", ["mlx", "vllm"])
+def test_an_engine_that_needs_the_weights_here_is_refused_at_once_with_what_would_do(
+    run: Run, path: Path, tmp_path: Path, engine: Literal["mlx", "vllm"]
+) -> None:
+    def model(nearby: Nearby) -> RunModel:
+        return RunModel(run.manifest, nearby, tmp_path / "run", contents_of(path))
+
+    without = model(look_nearby(run.manifest, ""))
+    for does in ("auto", "torch"):
+        without.check_engine(does)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as refused:
+        without.check_engine(engine)
+    said = str(refused.value)
+    assert f"--engine {engine}" in said
+    assert "it is a folder on its trainer's machine" in said
+    assert "--set inference.model=FOLDER" in said
+    assert "--engine torch" in said
+    model(Nearby(path)).check_engine(engine)
+    model(Nearby(snapshot=Snapshot("echo/model", "c0ffee", path))).check_engine(engine)
 
 
 def test_a_stage_without_weights_is_filled_by_a_release_and_after_a_restart_from_the_store(

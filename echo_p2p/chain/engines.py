@@ -96,6 +96,11 @@ def engines_to_try(engine: Engine, device: Device, machine: Machine) -> tuple[En
     return ("torch",) if engine == "vllm" else (engine,)
 
 
+def needs_files(engine: Engine) -> bool:
+    """Whether an engine that is asked for by name computes nothing without the model's own weights on this machine."""
+    return engine in ("mlx", "vllm")
+
+
 def load_engine(
     engine: Engine,
     model_path: Path,

@@ -77,7 +77,10 @@ async def _serve_run(board: Board, places: Places, joined: _Joined) -> None:
         measured, config, run.manifest, joined.model, folder, capacity.max_layers, abandon_on_cancel=True
     )
     capacity = told(capacity, speed, run.manifest.layers)
-    log.info("this device computes %.0f layers × tokens a second", capacity.layers_per_s)
+    if speed is None:
+        log.info("how fast this device computes is not known before it serves; the plan takes it for a usual one")
+    else:
+        log.info("this device computes %.0f layers × tokens a second", capacity.layers_per_s)
     feed = Feed(presence, run, store)
     service = Service(board, run, joined.model, joined.prompts, feed, store, Counter(folder / "counter"))
     presence.figures, presence.busy = service.figures, service.busy
@@ -214,4 +217,5 @@ async def _join(board: Board, places: Places, run: Run) -> _Joined:
     folder, config, presence = places.run(run.run_id), board.config.inference, board.presence
     store = await trio.to_thread.run_sync(Store, folder / "blobs", config.store_bytes)
     model = await open_model(run, presence.swarm, presence.hive, folder / "model", store, config.model)
+    model.check_engine(config.engine)
     return _Joined(run, model, await trio.to_thread.run_sync(load_prompts, run.manifest, model.folder), store)

@@ -14,7 +14,8 @@ from typing import Literal
 from msgspec import UNSET
 
 from echo_node.places import write_whole
-from echo_p2p.errors import ModelError, UnknownModel
+from echo_p2p.chain.engines import Engine, needs_files
+from echo_p2p.errors import ConfigError, ModelError, UnknownModel
 from echo_p2p.models import SMALL_FILES, TINY, fetch_weights, hub_id, model_folder, tensors_of
 from echo_p2p.models.files import check_contents, small_files
 from echo_p2p.models.hub import Report, Snapshot, fetch_small, find_snapshot, remote_shapes, sizes_of
@@ -154,6 +155,16 @@ class RunModel:
     def local(self) -> Path | None:
         """The folder on this machine that has all weights, if the user named one or the model is built in."""
         return self._nearby.local
+
+    def check_engine(self, engine: Engine) -> None:
+        """Raises ConfigError for an engine, asked for by name, that can't do with weights which only peers have."""
+        nearby = self._nearby
+        if needs_files(engine) and nearby.local is None and nearby.snapshot is None:
+            raise ConfigError(
+                f"--engine {engine} proves itself on the model's own files, and this run's weights come from peers "
+                f"alone ({'; '.join(nearby.why)}): name the folder of your copy with --set inference.model=FOLDER, or "
+                "choose --engine torch or auto."
+            )
 
     def bring_weights(self, span: Span, report: Report) -> Literal["folder", "hub", "peers"]:
         """Link the files with the span's tensors into the folder, fetched if need be; says where they come from.
