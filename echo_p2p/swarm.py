@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -50,12 +51,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run as a member sees it: the manifest, its id and who published it."""
+    """A run as a member sees it: the manifest, its id and who published it; `model` is where its trainer has it."""
 
     manifest: RunManifest
     run_id: bytes
     owner: str
     issued_at: float
+    model: Path | None = None
 
 
 class Swarm:

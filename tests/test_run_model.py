@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections import Counter
@@ -32,6 +33,7 @@ from echo_p2p.models import load_tokenizer, model_folder
 from echo_p2p.models.files import check_contents, small_files
 from echo_p2p.models.hub import Snapshot
 from echo_p2p.models.layout import INDEX, LAYOUT, tensor_shapes
+from echo_p2p.models.naming import run_name
 from echo_p2p.net.blobs import serve_blobs
 from echo_p2p.net.memory import MemoryNetwork
 from echo_p2p.swarm import Member, Run
@@ -43,7 +45,7 @@ from echo_p2p.weights.store import Store
 from echo_protocols.peer import RoleRecord
 from echo_protocols.release import Chunk, Release
 from echo_protocols.run import RunManifest
-from echo_protocols.values import PolicyVersion, Span
+from echo_protocols.values import PolicyVersion, Span, encode
 
 TRAINER, OTHER, OURS = "1" * 52, "2" * 52, "3" * 52
 LOW = Span(start=0, end=2, layers=4)
@@ -73,7 +75,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(path: Path) -> Run:
     manifest = make_manifest(NodeConfig(run=RunConfig(model=str(path))), TRAINER)
-    return Run(manifest, manifest.run_id(), TRAINER, 0.0)
+    return Run(manifest, manifest.run_id(), TRAINER, 0.0, path)
 
 
 def contents_of(path: Path) -> dict[str, bytes]:
@@ -113,7 +115,8 @@ async def opened(run: Run, by: Crowd, home: Path) -> RunModel:
 
 def trainers_store(run: Run, folder: Path) -> Store:
     store = Store(folder, 1 << 30)
-    keep_model_files(store, run.manifest)
+    assert run.model is not None
+    keep_model_files(store, run.model)
     return store
 
 
@@ -126,7 +129,7 @@ def test_whoever_has_nothing_gets_the_files_from_peers_and_may_pass_them_on(
             model = await opened(run, by, tmp_path / "ours")
         assert {file.name: file.read_bytes() for file in model.folder.iterdir()} == contents_of(path)
         assert model_shape(model.folder) == model_shape(path)
-        assert load_prompts(run.manifest, model.folder).ids(0) == load_prompts(run.manifest).ids(0)
+        assert load_prompts(run.manifest, model.folder).ids(0) == load_prompts(run.manifest, path).ids(0)
         ours = Store(tmp_path / "ours" / "blobs", 1 << 30)
         async with crowd(run, {OTHER: ours.get}) as by:
             await opened(run, by, tmp_path / "theirs")
@@ -190,6 +193,22 @@ def test_after_an_interruption_only_what_is_missing_is_asked_for(run: Run, tmp_p
             assert asked.total() == len(files)
 
     trio.run(main)
+
+
+def test_a_manifest_names_the_trainers_folder_and_its_weights_but_not_its_path(run: Run, path: Path, tmp_path) -> None:
+    name = run.manifest.model
+    assert re.fullmatch(r"model:[0-9a-f]{8}", name)
+    assert str(path.parent).encode() not in encode(run.manifest)
+    moved = shutil.copytree(path, tmp_path / "elsewhere" / "model")
+    assert run_name(str(moved)) == run_name(f"{moved}/") == name
+    shard = next(moved.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert run_name(str(moved)) != name  # another policy: its run must not go on from this one's checkpoint
+    assert run_name("tiny") == "tiny"
+    assert run_name("Qwen/Qwen3-0.6B@main") == "Qwen/Qwen3-0.6B@main"
+    assert run_name(str(shutil.copytree(path, tmp_path / "tiny"))) == name.replace("model", "tiny")
 
 
 @pytest.mark.parametrize("engine", ["mlx", "vllm"])

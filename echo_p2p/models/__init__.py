@@ -39,13 +39,13 @@ def resolve_model(reference: str, report: Report = lambda done, total: None) -> 
 
     `report` hears of large files, as in `models.hub`.
     """
-    folder = _local_folder(reference)
+    folder = local_folder(reference)
     return folder or fetch_weights(_snapshot(reference), None, report)
 
 
 def model_folder(reference: str) -> Path:
     """The folder with the model's small files; of a hub id, the weights may be absent. Raises ModelError."""
-    folder = _local_folder(reference)
+    folder = local_folder(reference)
     if folder is None:
         snapshot = _snapshot(reference)
         fetch_small(snapshot, (*SMALL_FILES, INDEX))
@@ -96,7 +96,7 @@ def _snapshot(reference: str) -> Snapshot:
     return find_snapshot(*found)
 
 
-def _local_folder(reference: str) -> Path | None:
+def local_folder(reference: str) -> Path | None:
     """The folder that a reference names on this machine, if it is no hub id."""
     if reference == TINY:
         return _TINY_FOLDER

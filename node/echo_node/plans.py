@@ -33,7 +33,7 @@ def missing(presence: Presence, run: Run, work: Workload) -> str:
 def workload_for(run: Run) -> Workload:
     """What a plan for our own run is made with; of its layers alone if the model's files can't be read."""
     try:
-        return workload_of(resolve_model(run.manifest.model), run.manifest)
+        return workload_of(run.model or resolve_model(run.manifest.model), run.manifest)
     except ModelError as error:
         log.warning("the model's figures can't be read (%s); planning by numbers of layers alone", error)
         return Workload(layers=run.manifest.layers, rows=run.manifest.group_size)

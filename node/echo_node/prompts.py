@@ -35,7 +35,7 @@ def open_task(spec: TaskSpec, prompts: int) -> Task:
 
 
 def load_prompts(manifest: RunManifest, folder: Path | None = None) -> Prompts:
-    """Load what a manifest names, the tokenizer from `folder` (default: where `model` is on this machine, its trainer).
+    """Load what a manifest names, the tokenizer from `folder` (default: of the built-in or hub model of that name).
 
     Raises ConfigError for an unknown task, ModelError for another tokenizer.
     """

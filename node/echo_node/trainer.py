@@ -23,6 +23,7 @@ from echo_p2p.config import NodeConfig, dump_config
 from echo_p2p.models import resolve_model, stop_tokens, tokenizer_hash
 from echo_p2p.models.files import offered, small_files
 from echo_p2p.models.layout import tensor_shapes
+from echo_p2p.models.naming import run_name
 from echo_p2p.net.blobs import serve_blobs
 from echo_p2p.net.uplink import Uplink
 from echo_p2p.rl.algorithms import step_size
@@ -46,7 +47,7 @@ def make_manifest(config: NodeConfig, trainer: str) -> RunManifest:
     shape = model_shape(path)
     return RunManifest(
         swarm=config.swarm,
-        model=run.model,
+        model=run_name(run.model),
         tokenizer_hash=bytes.fromhex(tokenizer_hash(run.model)),
         layers=shape.layers,
         vocabulary=shape.vocabulary,
@@ -66,9 +67,8 @@ def make_manifest(config: NodeConfig, trainer: str) -> RunManifest:
     )
 
 
-def keep_model_files(store: Store, manifest: RunManifest) -> None:
-    """Hold what the manifest offers of the model for as long as this process lives. Raises ModelError, WeightsError."""
-    path = resolve_model(manifest.model)
+def keep_model_files(store: Store, path: Path) -> None:
+    """Hold what the manifest offers of the model in `path` as long as we live. Raises ModelError, WeightsError."""
     store.pin("model", [store.put(content) for content in small_files(path, tensor_shapes(path)).values()])
 
 
@@ -100,7 +100,7 @@ def open_learner(config: NodeConfig, manifest: RunManifest, folder: Path, store:
         folder,
         engine=load_engine(config),
         publisher=publisher,
-        prompts=load_prompts(manifest),
+        prompts=load_prompts(manifest, resolve_model(config.run.model)),
         config=config.trainer,
         size=step_size(manifest.algorithm, manifest.groups_per_step),
     )
@@ -125,14 +125,15 @@ async def run_trainer(board: Board, places: Places) -> None:
     """Train until the configured number of steps is done, or until cancelled; then write a last checkpoint."""
     config, presence = board.config, board.presence
     manifest = await trio.to_thread.run_sync(make_manifest, config, presence.identity.peer_id)
-    run = Run(manifest, manifest.run_id(), presence.identity.peer_id, 0.0)
+    model = await trio.to_thread.run_sync(resolve_model, config.run.model)
+    run = Run(manifest, manifest.run_id(), presence.identity.peer_id, 0.0, model)
     folder = places.run(run.run_id)
-    log.info("run %s: loading %s and the training engine", run.run_id.hex()[:12], manifest.model)
+    log.info("run %s: loading %s from %s, and the training engine", run.run_id.hex()[:12], manifest.model, model)
     presence.swarm.join(run)
     presence.say(run_id=run.run_id)
     with ExitStack() as stack:
         store = Store(folder / "blobs", config.trainer.store_bytes)
-        await trio.to_thread.run_sync(keep_model_files, store, manifest)
+        await trio.to_thread.run_sync(keep_model_files, store, model)
         learner, publisher = await trio.to_thread.run_sync(open_learner, config, manifest, folder, store)
         course = Course(board, run, learner, Herald(presence, run, store, publisher))
         if manifest.protocol == "async":
