@@ -215,8 +215,10 @@ async def _await_admission(connection: trio.SocketStream, peer: str, protocol: s
             answer = await connection.receive_some(1)
     except (trio.TooSlowError, trio.BrokenResourceError) as error:
         raise Unreachable(f"peer {peer} opened {protocol} but did not answer within {timeout_s:g} s") from error
+    if answer == b"":  # a daemon that knew the peer to serve it asks no more, and is cut off
+        raise NotServed(f"peer {peer} does not serve {protocol} now; it may be loading")
     if answer != _ACCEPTED:
-        why = "is serving as many streams as it will" if answer == _BUSY else "closed the stream at once"
+        why = "is serving as many streams as it will" if answer == _BUSY else "answered strangely"
         raise Unreachable(f"peer {peer} {why} ({protocol}); try again later or another peer")
 
 

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,6 +34,7 @@ from echo_p2p.net.hive_settings import (
 from echo_p2p.net.joining import wait_for_any
 from echo_p2p.net.portal import Portal, open_portal
 from echo_p2p.net.relay import relay_limit_bytes
+from echo_p2p.net.scratch import scratch_folder, sweep
 from echo_p2p.net.signed import OwnedRecords
 
 __all__ = ["HiveNode", "HiveSettings", "Role", "open_hive"]
@@ -49,6 +49,7 @@ RELAY_LIMIT_MIN_BYTES = 1 << 30
 STORED_KEYS_MAX = 4096
 
 PROBE = HiveSettings(role="trainer")
+_PROBING = {"no_listen": True, "dht_mode": "client", "host_maddrs": None}
 
 
 class _Table:
@@ -131,8 +132,9 @@ async def open_hive(identity: Identity, settings: HiveSettings) -> AsyncIterator
 @asynccontextmanager
 async def _private_folder() -> AsyncIterator[Path]:
     # Unix socket paths are limited to about 100 characters, so this can't be in the node's data folder.
-    with tempfile.TemporaryDirectory(prefix="echo-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    await trio.to_thread.run_sync(sweep)
+    with scratch_folder() as scratch:
+        yield scratch.path
 
 
 async def _start(identity: Identity, settings: HiveSettings, portal: Portal, folder: Path) -> Any:
@@ -159,7 +161,7 @@ async def _start_daemon(settings: HiveSettings, portal: Portal, folder: Path, ke
     # race that we can't decide, so a bootstrap asks its relay, and rolls the dice again.
     arguments = daemon_arguments(settings, key_path)
     for attempt in range(1, RELAY_ATTEMPTS + 1):
-        p2p = await portal.call(_start_p2p, settings, arguments)
+        p2p = await portal.call(_start_p2p, settings, arguments, folder)
         if settings.role != "bootstrap" or is_local(settings) or await _relay_carries(portal, p2p, folder):
             return p2p
         logger.info("the relay started with default limits (attempt %d of %d)", attempt, RELAY_ATTEMPTS)
@@ -171,7 +173,7 @@ async def _start_daemon(settings: HiveSettings, portal: Portal, folder: Path, ke
 
 async def _relay_carries(portal: Portal, p2p: Any, folder: Path) -> bool:
     """Whether the relay of a daemon has our limits, asked from a second daemon that lives for this question."""
-    probe = await portal.call(_start_p2p, PROBE, {"no_listen": True, "dht_mode": "client", "host_maddrs": None})
+    probe = await portal.call(_start_p2p, PROBE, _PROBING, folder)
     try:
         _, addresses = await _daemon_of(p2p, folder).identify()
         asking = _daemon_of(probe, folder)
@@ -198,13 +200,13 @@ async def _import_vendor() -> None:
     importlib.import_module("hivemind.dht.node")
 
 
-async def _start_p2p(settings: HiveSettings, arguments: dict[str, Any]) -> Any:
+async def _start_p2p(settings: HiveSettings, arguments: dict[str, Any], folder: Path) -> Any:
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
     from hivemind.utils.logging import use_hivemind_log_handler
 
     use_hivemind_log_handler("nowhere")
     try:
-        return await _leashed_p2p(settings).create(**arguments)
+        return await _leashed_p2p(settings, folder).create(**arguments)
     except P2PDaemonError as error:
         raise NetError(f"the network daemon did not start: {error}; is its port in use?") from error
 
@@ -226,13 +228,18 @@ async def _start_table(identity: Identity, settings: HiveSettings, p2p: Any) -> 
     return node
 
 
-def _leashed_p2p(settings: HiveSettings) -> Any:
-    """hivemind's `P2P`, whose daemon gets the flags that hivemind hides and dies with the thread that starts it."""
+def _leashed_p2p(settings: HiveSettings, folder: Path) -> Any:
+    """hivemind's `P2P`, whose daemon gets the flags that hivemind hides and dies with the thread that starts it.
+
+    Its sockets lie in our folder: in hivemind's own place they would outlast a node that is killed.
+    """
     from hivemind.p2p import P2P
 
     flags, environment = daemon_flags(settings), daemon_environment(settings)
 
     class LeashedP2P(P2P):
+        _UNIX_SOCKET_PREFIX = f"/unix{folder}/"
+
         @staticmethod
         def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
             leash_arguments = [sys.executable, "-I", "-S", str(leash.__file__), str(os.getpid()), *environment, "--"]

@@ -5,10 +5,9 @@ Knows the nodes only from outside: their command line, their `node.json`, their 
 
 import re
 import secrets
-import shutil
 import signal
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -24,6 +23,7 @@ from echo_node.runlog import read_config, read_steps
 from echo_node.summary import Summary, render_summary, summarise
 from echo_node.watch import Watch, showing
 from echo_p2p.errors import ConfigError, Unreachable
+from echo_p2p.net.scratch import PREFIX, scratch_folder
 
 INTERRUPTED = 130
 SECONDS = 150.0
@@ -71,22 +71,35 @@ def run_demo(options: DemoOptions, *, command: Sequence[str] = NODE_COMMAND, dra
     if options.json_path is not None and not options.json_path.absolute().parent.is_dir():
         raise ConfigError(f"--json {options.json_path}: its folder does not exist; make it first.")
     progress = Console(stderr=True, highlight=False)
-    root = options.home or Path(tempfile.mkdtemp(prefix="echo-demo-"))
-    keep = options.keep or options.home is not None
-    try:
+    with _root_of(options, progress) as root:
         played = trio.run(partial(play, options, root, command=command, drain_s=drain_s, progress=progress))
-    except BaseException:
-        keep = True
-        raise
-    finally:
-        if keep:
-            progress.print(f"The nodes' folders are in {root}.", soft_wrap=True, markup=False)
-        else:
-            shutil.rmtree(root, ignore_errors=True)
     Console(highlight=False).print(render_summary(played.summary, played.names), soft_wrap=True)
     if options.json_path is not None:
         options.json_path.write_bytes(msgspec.json.format(msgspec.json.encode(played.summary), indent=2) + b"\n")
     return INTERRUPTED if played.interrupted else 0
+
+
+@contextmanager
+def _root_of(options: DemoOptions, progress: Console) -> Iterator[Path]:
+    """The folder of the nodes' folders, which is kept if that is wanted, or if anything goes wrong."""
+    said = "The nodes' folders are in {}."
+    if options.home is not None:
+        try:
+            yield options.home
+        finally:
+            progress.print(said.format(options.home), soft_wrap=True, markup=False)
+        return
+    with scratch_folder(f"{PREFIX}demo-") as scratch:
+        if options.keep:
+            scratch.keep()
+        try:
+            yield scratch.path
+        except BaseException:
+            scratch.keep()
+            raise
+        finally:
+            if scratch.kept:
+                progress.print(said.format(scratch.path), soft_wrap=True, markup=False)
 
 
 async def play(
