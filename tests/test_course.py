@@ -227,8 +227,14 @@ def test_advice_asks_for_no_peer_while_the_trainer_hardly_waits(tmp_path: Path) 
     manifest = SimpleNamespace(max_lag=2, group_size=2, groups_per_step=1)
     run.course._run = SimpleNamespace(manifest=manifest)  # type: ignore[assignment]
     assert run.course._advice() == "trainer busy: there are rollouts enough"
-    run.course._past = [msgspec.structs.replace(record, waited_s=record.step_s + 9.0) for record in run.course._past]
-    assert "trainer idle" in run.course._advice() or "more" in run.course._advice()
+    run.course._past = [
+        msgspec.structs.replace(record, at=10.0 * number, waited_s=0.4 * number)
+        for number, record in enumerate(run.course._past)
+    ]
+    shown = run.course.view()
+    assert shown.idle_share == pytest.approx(0.4 * sum(range(11, 30)) / 190.0)  # of the last 20 steps, one is the begin
+    assert shown.advice.startswith(f"trainer idle {100 * shown.idle_share:.0f} %: ")  # the same figure
+    assert "trainer idle" not in shown.advice.removeprefix("trainer idle")
 
 
 def test_steps_are_published_in_their_order(tmp_path: Path) -> None:

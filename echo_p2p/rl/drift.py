@@ -78,12 +78,18 @@ class Advice:
     """What a run lacks."""
 
     idle_share: float
-    """Share of its time that the trainer waits for rollouts, in [0, 1)."""
+    """Share of its time that the trainer would wait for rollouts at these rates, in [0, 1]."""
     missing_rate: float
     """Rollouts a second that are missing for a trainer that is never idle; infinite if no rate would do."""
     more_peers: int | None
     """Peers like the median that would fill it; None if no number would, or nobody's rate is known."""
-    words: str
+    lacks: str
+    """What the run lacks, without a figure of idleness: who has measured that, says his."""
+
+    @property
+    def words(self) -> str:
+        """What the run lacks, with the share that is expected."""
+        return self.lacks if self.more_peers == 0 else said_idle(self.idle_share, self.lacks)
 
 
 def advice(
@@ -98,12 +104,12 @@ def advice(
     wanted_rollouts = publish_interval * rollouts_per_step
     total = math.fsum(rates)
     if total <= 0.0:
-        return Advice(1.0, math.inf, None, "trainer idle 100 %: no peer makes rollouts")
+        return Advice(1.0, math.inf, None, "no peer makes rollouts")
     cycle_s = max(busy_s, wanted_rollouts / total + broadcast_s)
     idle_share = 1.0 - busy_s / cycle_s
     if busy_s <= broadcast_s:
-        words = f"trainer idle {idle_share:.0%}: a release takes longer to spread than {publish_interval} steps take"
-        return Advice(idle_share, math.inf, None, f"{_spaced(words)}; publish less often")
+        lacks = f"a release takes longer to spread than {publish_interval} steps take; publish less often"
+        return Advice(idle_share, math.inf, None, lacks)
     needed = wanted_rollouts / (busy_s - broadcast_s)
     missing = max(0.0, needed - total)
     if missing <= 1e-9 * needed:
@@ -111,11 +117,11 @@ def advice(
     median = float(np.median(np.asarray(rates)))
     more = math.ceil(missing / median - 1e-9) if median > 0.0 else None
     if more is None:
-        return Advice(idle_share, missing, None, _spaced(f"trainer idle {idle_share:.0%}: most peers make nothing"))
+        return Advice(idle_share, missing, None, "most peers make nothing")
     plural = "peer" if more == 1 else "peers"
-    words = f"trainer idle {idle_share:.0%}: about {more} more {plural} like the median would fill it"
-    return Advice(idle_share, missing, more, _spaced(words))
+    return Advice(idle_share, missing, more, f"about {more} more {plural} like the median would fill it")
 
 
-def _spaced(words: str) -> str:
-    return words.replace("%", " %", 1)
+def said_idle(share: float, lacks: str) -> str:
+    """A share of idleness and what would help, in words."""
+    return f"trainer idle {100.0 * share:.0f} %: {lacks}"

@@ -15,11 +15,11 @@ from echo_node.buffer_gather import BufferGather
 from echo_node.gather import Gather
 from echo_node.herald import Herald
 from echo_node.learner import Learned, Learner
-from echo_node.learning import StepRecord
+from echo_node.learning import StepRecord, idle_share
 from echo_node.standing import Standing
-from echo_node.state import TrainerView
+from echo_node.state import RECENT_STEPS, TrainerView
 from echo_p2p.rl.buffer import ReplayBuffer
-from echo_p2p.rl.drift import DriftReport, advice, effective_lag
+from echo_p2p.rl.drift import DriftReport, advice, effective_lag, said_idle
 from echo_p2p.swarm import Run
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Course:
 
     def view(self) -> TrainerView:
         """What the state document says of the training."""
-        learner, past = self._learner, self._past
+        past = self._past
         trained = sum(self._lags.values())
         return TrainerView(
             step=self._version.step,
@@ -155,8 +155,8 @@ class Course:
             lag_max=max(self._lags, default=0),
             release_bytes=tuple(record.release_bytes for record in past),
             model_bytes_bf16=self._model_bytes,
-            step_seconds=sum(record.step_s for record in past[-20:]) / max(1, len(past[-20:])),
-            idle_share=learner.idle_share,
+            step_seconds=sum(record.step_s for record in past[-RECENT_STEPS:]) / max(1, len(past[-RECENT_STEPS:])),
+            idle_share=idle_share(past[-RECENT_STEPS:]),
             rollouts_by_peer=dict(self._rollouts),
             buffer_groups=self.gather.statistics.waiting_groups if isinstance(self.gather, BufferGather) else 0,
             effective_lag=self._lag_bound,
@@ -169,21 +169,22 @@ class Course:
     def _advice(self) -> str:
         if lacking := self.lacking():
             return lacking
-        recent = self._past[-20:]
+        recent = self._past[-RECENT_STEPS:]
         if not recent:
             return ""
         span_s = recent[-1].at - recent[0].at
         made: Counter[str] = Counter(group.worker for record in recent[1:] for group in record.groups)
         if span_s <= 0.0 or not made:
             return ""
-        waited_s = sum(record.waited_s for record in recent[1:])
-        if waited_s <= _BUSY_IDLE_SHARE * span_s:  # what was trained on says little of what peers could make
+        idle = idle_share(recent)
+        if idle <= _BUSY_IDLE_SHARE:  # what was trained on says little of what peers could make
             return "trainer busy: there are rollouts enough"
         manifest = self._run.manifest
-        return advice(
+        lacks = advice(
             rollouts_per_step=manifest.groups_per_step * manifest.group_size,
             step_s=sum(record.step_s for record in recent) / len(recent),
             broadcast_s=0.0,
             publish_interval=1,
             rates=[count * manifest.group_size / span_s for count in made.values()],
-        ).words
+        ).lacks
+        return said_idle(idle, lacks)

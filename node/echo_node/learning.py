@@ -145,6 +145,15 @@ class RunLog:
         return records
 
 
+def idle_share(steps: Sequence[StepRecord]) -> float:
+    """Share of the time since the first of some steps that the trainer waited for rollouts.
+
+    What the state document says, of the last `RECENT_STEPS`, in figure and in words.
+    """
+    took_s = steps[-1].at - steps[0].at if steps else 0.0
+    return min(1.0, sum(step.waited_s for step in steps[1:]) / took_s) if took_s > 0.0 else 0.0
+
+
 def update(trainer: Trainer, prompts: Prompts, batch: Sequence[Graded]) -> tuple[StepReport, float]:
     """One step on a batch, and the seconds that it took."""
     started = time.monotonic()

@@ -51,8 +51,8 @@ def _trainer_metrics(view: TrainerView) -> Iterator[Metric]:
     if view.release_bytes:
         yield _gauge("echo_trainer_release_bytes", "Size of the last release's patch.", view.release_bytes[-1])
     yield _gauge("echo_trainer_model_bytes", "Size of the whole policy in bf16.", view.model_bytes_bf16)
-    yield _gauge("echo_trainer_step_seconds", "Wall time of the last step.", view.step_seconds)
-    yield _gauge("echo_trainer_idle_ratio", "Share of time that the trainer waited for rollouts.", view.idle_share)
+    yield _gauge("echo_trainer_step_seconds", "Mean wall time of the last 20 steps.", view.step_seconds)
+    yield _gauge("echo_trainer_idle_ratio", "Share of the last 20 steps that it waited.", view.idle_share)
     yield _gauge("echo_trainer_buffer_groups", "Rollout groups that wait to be trained on.", view.buffer_groups)
     yield _gauge("echo_trainer_lag_bound", "The lag bound in force, at most the run's.", view.effective_lag)
     yield _gauge("echo_trainer_lag_max", "The largest lag that was trained on.", view.lag_max)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from echo_node.state import NodeState, RunView, TrainerView
+from echo_node.state import RECENT_STEPS, NodeState, RunView, TrainerView
 from echo_p2p.config import NodeConfig
 
 STEPS_FILE = "steps.jsonl"
@@ -112,8 +112,8 @@ def state_from_log(name: str, steps: Sequence[LoggedStep], config: NodeConfig) -
             lag_max=max(lags, default=0),
             release_bytes=tuple(step.release_bytes or 0 for step in steps[-1000:]),
             model_bytes_bf16=max((step.model_bytes_bf16 for step in steps), default=0),
-            step_seconds=steps[-1].step_s if steps else 0.0,
-            idle_share=idle_share(steps),
+            step_seconds=sum(step.step_s for step in steps[-RECENT_STEPS:]) / max(1, len(steps[-RECENT_STEPS:])),
+            idle_share=idle_share(steps[-RECENT_STEPS:]),
             rollouts_by_peer=rollouts_by_peer(steps, run.group_size),
             policy_hash=steps[-1].policy_hash if steps else "",
         ),

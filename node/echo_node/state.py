@@ -1,8 +1,11 @@
 """The state document: what `GET /state` serves and `status --json` prints. Values only: no process, no screen."""
 
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct
+
+RECENT_STEPS: Final = 20
+"""What a trainer's pace is of."""
 
 Activity = Literal["starting", "waiting", "fetching", "standing by", "serving", "generating", "stalled by lag"]
 
@@ -43,7 +46,11 @@ class RunView(Struct, frozen=True, kw_only=True):
 
 
 class TrainerView(Struct, frozen=True, kw_only=True):
-    """A trainer's progress. Histories hold the most recent 1,000 steps, oldest first."""
+    """A trainer's progress. Histories hold the most recent 1,000 steps, oldest first.
+
+    `step_seconds` and `idle_share`, the share of time that it waited for rollouts, are of the last 20 steps, and so is
+    what `advice` says of them.
+    """
 
     step: int
     version: str

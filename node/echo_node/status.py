@@ -18,7 +18,7 @@ from rich.text import Text
 
 from echo_node.charts import bar, bytes_text, count_text, duration_text, moving_mean, plain, short_peer, sparkline
 from echo_node.places import Places
-from echo_node.state import InferenceView, NodeState, PeerView, RunView, TrainerView, Whereabouts
+from echo_node.state import RECENT_STEPS, InferenceView, NodeState, PeerView, RunView, TrainerView, Whereabouts
 from echo_p2p.errors import ConfigError, Unreachable
 
 WHEREABOUTS_FILE = "node.json"
@@ -218,7 +218,7 @@ def trainer_table(view: TrainerView, window: int = 5) -> Table:
         ratio = f", {view.model_bytes_bf16 / mean:.1f}× smaller than the bf16 model" if mean > 0 else ""
         whole = f" ({bytes_text(view.model_bytes_bf16)})" if ratio else ""
         table.add_row("release", Text(f"{bytes_text(view.release_bytes[-1])}, mean {bytes_text(mean)}{ratio}{whole}"))
-    table.add_row("trainer", Text(f"idle {view.idle_share:.0%}, {view.step_seconds:.2f} s a step"))
+    table.add_row(f"last {RECENT_STEPS} steps", Text(f"idle {view.idle_share:.0%}, {view.step_seconds:.2f} s a step"))
     table.add_row("buffer", Text(f"{count_text(view.buffer_groups, 'group')}, lag bound {view.effective_lag}"))
     return table
 

@@ -76,7 +76,7 @@ def _rows(summary: Summary, names: dict[str, str]) -> Iterable[tuple[str, str]]:
         whole = summary.model_bytes_bf16
         against = f"; the bf16 model has {bytes_text(whole)}" if whole else ""
         yield "release", f"{bytes_text(summary.release_bytes_mean)} on average{against}"
-    yield "trainer idle", f"{summary.trainer_idle_share:.0%}"
+    yield "trainer idle", f"{summary.trainer_idle_share:.0%} of the whole run"
     yield "refused", _counts(summary.refused)
     yield "policy hash", summary.policy_hash or "–"
     yield "processes left", str(summary.orphans)
