@@ -3,14 +3,35 @@
 Anybody may put a record, with as many keys as he likes: at most `RECORDS_MAX` are looked at, those known before first.
 """
 
-from typing import Generic, TypeVar
+from collections.abc import Collection, Iterable
+from typing import Any, Generic, TypeVar
 
 from echo_p2p.net.base import Record, Records
 from echo_protocols.envelope import Border, Kind, Opened, Refusal
+from echo_protocols.peer import RoleRecord
 
 T = TypeVar("T")
 
 RECORDS_MAX = 1024
+
+
+class LastWord:
+    """When any of some signers was last heard: the newest of their envelopes, whatever it is about.
+
+    `at` is in Unix seconds by the signer's clock, 0.0 if there was none; `left` says whether that was a farewell.
+    """
+
+    def __init__(self, signers: Collection[str], at: float = 0.0) -> None:
+        self.at = at
+        self.left = False
+        self._signers = signers
+
+    def hear(self, opened: Iterable[Opened[Any]]) -> None:
+        """Note what was read now."""
+        for each in opened:
+            if each.signer in self._signers and each.issued_at > self.at:
+                self.at = each.issued_at
+                self.left = isinstance(each.payload, RoleRecord) and each.payload.leaving
 
 
 class CheckedRecords(Generic[T]):

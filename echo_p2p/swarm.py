@@ -17,7 +17,7 @@ import trio
 
 from echo_p2p.errors import NetError
 from echo_p2p.net.base import Records
-from echo_p2p.records import CheckedRecords
+from echo_p2p.records import CheckedRecords, LastWord
 from echo_protocols import names
 from echo_protocols.envelope import LATEST, NO_RUN, PLAN, ROLE, RUN, Border, Kind, Opened, Sealer
 from echo_protocols.peer import Plan, RoleRecord
@@ -83,6 +83,7 @@ class Swarm:
         self.plan: Plan | None = None
         self.latest: LatestRelease | None = None
         self.joined: Run | None = None
+        self.trainers_word = LastWord(())
         self._records = records
         self._sealer = sealer
         self._border = border
@@ -127,6 +128,7 @@ class Swarm:
         """From now on, plan and release are those of `run`; what was known of another run's is forgotten."""
         if self.joined is None or self.joined.run_id != run.run_id:
             self.plan, self.latest = None, None
+            self.trainers_word = LastWord(run.manifest.trainers, run.issued_at)
             self._of_run = _RunRecords(
                 run,
                 CheckedRecords(self._records, self._border, names.plan_key(self.name), PLAN, run.run_id),
@@ -201,6 +203,7 @@ class Swarm:
         before = (self.members, self.runs, self.plan, self.latest)
         roles = await self._roles.read(time.time())
         self._look_for_twin(roles)
+        self.trainers_word.hear(roles)
         self.members = {
             each.signer: Member(each.signer, each.payload, each.issued_at) for each in roles if not each.payload.leaving
         }
@@ -212,14 +215,14 @@ class Swarm:
 
     async def _look_at(self, records: "_RunRecords") -> None:
         run = records.run
-        plans = _by_trainers(await records.plans.read(time.time()), run)
-        releases = _by_trainers(await records.releases.read(time.time()), run)
+        plans, releases = await records.plans.read(time.time()), await records.releases.read(time.time())
         if records is not self._of_run:
             return  # another run was joined meanwhile
-        for plan in plans:
+        self.trainers_word.hear((*plans, *releases))
+        for plan in _by_trainers(plans, run):
             if plan.layers == run.manifest.layers and (self.plan is None or plan.number > self.plan.number):
                 self.plan = plan
-        for latest in releases:
+        for latest in _by_trainers(releases, run):
             if self.latest is None or latest.version > self.latest.version:
                 self.latest = latest
 

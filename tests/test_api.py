@@ -281,6 +281,23 @@ def test_status_and_peers_print_the_state_of_the_running_node(
     _serving(check)
 
 
+def test_a_silent_trainer_is_said_wherever_the_run_is_shown() -> None:
+    assert STATE.run is not None
+    note = "Trainer silent for 1 min 40 s: it has stopped, or lost its network."
+    run = msgspec.structs.replace(STATE.run, trainer_age_s=100.0, trainer_note=note)
+    peer = msgspec.structs.replace(STATE, role="inference", trainer=None, run=run)
+    for render in (render_status, render_peers):
+        assert note in _text(render(peer))
+        assert note not in _text(render(STATE))
+    assert "No run yet: a trainer of swarm demo" in _text(render_status(msgspec.structs.replace(peer, run=None)))
+
+    async def check(port: int) -> None:
+        assert b"echo_run_trainer_age_seconds 100.0" in (await _get(port, "/metrics"))[2]
+        assert b"run.trainer_note" in (await _get(port, "/"))[2]
+
+    _serving(check, peer)
+
+
 def test_no_node_and_a_dead_node_are_said_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no node is running in .*echo-node join"):
         read_whereabouts(tmp_path)

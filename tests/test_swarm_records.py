@@ -8,11 +8,13 @@ import pytest
 import trio
 import trio.testing
 
-from echo_node.board import join_line
+from echo_node.board import join_line, run_view
 from echo_node.inference import candidates, successor
 from echo_node.leader import lead
 from echo_node.plans import PEERS_MAX, bounded
+from echo_node.silence import SILENT_S, silence_note
 from echo_node.standing import Standing
+from echo_node.state import RunView
 from echo_p2p.chain.plan import plan
 from echo_p2p.chain.pricing import Device, Workload
 from echo_p2p.config import NetworkConfig
@@ -291,6 +293,40 @@ def test_who_joins_while_the_trainer_is_away_finds_the_run_the_plan_and_the_rele
             nursery.cancel_scope.cancel()
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_trainer_that_is_not_heard_is_said_and_one_that_left_at_once() -> None:
+    run = Run(manifest(), manifest().run_id(), TRAINER.peer_id, time.time() - 100.0)
+
+    def shown(peer: Peer) -> RunView:
+        return run_view(peer.presence(), time.time())
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        trainer, peer, hostile = (Peer(network, each) for each in (TRAINER, PEER, HOSTILE))
+        peer.swarm.join(run)
+        await hostile.put(names.role_key("s"), ROLE, NO_RUN, RoleRecord(role="trainer", software="x"))
+        await look(peer)
+        assert shown(peer).trainer_note.startswith("Trainer silent for 1 min 40 s: it has stopped")
+        await trainer.put(names.plan_key("s"), PLAN, run.run_id, Plan(number=1, layers=4))
+        await look(peer)
+        assert shown(peer).trainer_note == ""
+        assert shown(peer).trainer_age_s == pytest.approx(0.0, abs=30.0)
+        await trainer.put(names.role_key("s"), ROLE, NO_RUN, RoleRecord(role="trainer", software="x", leaving=True))
+        await look(peer)
+        assert shown(peer).trainer_note.startswith("Trainer left 0 s ago")
+        trainer.swarm.join(run)
+        trainer.record = RoleRecord(role="trainer", software="x")
+        assert (shown(trainer).trainer_age_s, shown(trainer).trainer_note) == (None, "")
+
+    trio.run(main)
+
+
+def test_silence_is_two_renewals_missed_and_an_hour_is_too_long_for_newcomers() -> None:
+    assert silence_note(SILENT_S - 0.1, left=False) == ""
+    assert "silent for 45 s" in silence_note(SILENT_S, left=False)
+    assert "go on with it then" in silence_note(3599.0, left=False)
+    assert "has expired for who joins now" in silence_note(3600.0, left=True)
 
 
 def test_a_run_whose_trainer_is_away_comes_after_those_that_are_led() -> None:

@@ -9,10 +9,11 @@ from importlib.metadata import version
 
 from echo_node.chat_desk import Desk, elsewhere
 from echo_node.logs import Journal
+from echo_node.silence import silence_note
 from echo_node.state import InferenceView, NodeState, PeerView, RunView, TrainerView
 from echo_p2p.config import NodeConfig
 from echo_p2p.presence import Presence
-from echo_p2p.swarm import Member, Run
+from echo_p2p.swarm import Member
 
 SOFTWARE = f"echo-p2p {version('echo-p2p')}"
 
@@ -50,7 +51,7 @@ class Board:
             gossip=presence.gossip_addresses,
             connected=presence.connected,
             network_note="" if presence.connected else "no bootstrap reachable; trying again",
-            run=_run_view(presence.swarm.joined) if presence.swarm.joined else None,
+            run=run_view(presence, now) if presence.swarm.joined else None,
             peers=tuple(_peer_view(member, presence.identity.peer_id, now) for member in _by_role(presence)),
             trainer=self.trainer() if self.trainer else None,
             inference=self.inference() if self.inference else None,
@@ -113,8 +114,13 @@ def _peer_view(member: Member, ours: str, now: float) -> PeerView:
     )
 
 
-def _run_view(run: Run) -> RunView:
+def run_view(presence: Presence, now: float) -> RunView:
+    """The run that was joined, at `now` in Unix seconds."""
+    run, word = presence.swarm.joined, presence.swarm.trainers_word
+    assert run is not None
     manifest = run.manifest
+    ours = presence.record.role == "trainer"
+    age_s = max(0.0, now - word.at)
     return RunView(
         run_id=run.run_id.hex(),
         model=manifest.model,
@@ -124,4 +130,6 @@ def _run_view(run: Run) -> RunView:
         max_lag=manifest.max_lag,
         group_size=manifest.group_size,
         groups_per_step=manifest.groups_per_step,
+        trainer_age_s=None if ours else age_s,
+        trainer_note="" if ours else silence_note(age_s, left=word.left),
     )

@@ -41,6 +41,9 @@ def _node_metrics(state: NodeState) -> Iterator[Metric]:
     yield _gauges("echo_peers", "Members of the swarm that this node sees.", "role", roles)
     speeds = {peer.peer: peer.tokens_per_s for peer in state.peers if peer.role == "inference"}
     yield _gauges("echo_peer_tokens_per_second", "Speed of each inference peer, as it says itself.", "peer", speeds)
+    if state.run is not None and state.run.trainer_age_s is not None:
+        age_s = state.run.trainer_age_s
+        yield _gauge("echo_run_trainer_age_seconds", "Age of the last that was heard of the run's trainer.", age_s)
     yield _counters("echo_refused", "Input off the network that was refused.", "reason", state.refused)
 
 

@@ -33,7 +33,11 @@ class PeerView(Struct, frozen=True, kw_only=True):
 
 
 class RunView(Struct, frozen=True, kw_only=True):
-    """The run that the swarm works on."""
+    """The run that the swarm works on.
+
+    `trainer_age_s` is the age of what its trainer signed last, nil for that itself; `trainer_note` says what it means
+    if that is too long ago, and is empty otherwise.
+    """
 
     run_id: str
     model: str
@@ -43,6 +47,8 @@ class RunView(Struct, frozen=True, kw_only=True):
     max_lag: int
     group_size: int
     groups_per_step: int
+    trainer_age_s: float | None = None
+    trainer_note: str = ""
 
 
 class TrainerView(Struct, frozen=True, kw_only=True):

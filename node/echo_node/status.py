@@ -127,6 +127,10 @@ def status_lines(state: NodeState) -> Iterator[str]:
         yield speed_line(own)
     if state.run is not None:
         yield run_line(state.run)
+        if state.run.trainer_note:
+            yield plain(state.run.trainer_note, 300)
+    elif state.role == "inference":
+        yield f"No run yet: a trainer of swarm {plain(state.swarm)} has to begin one."
     if state.trainer is not None:
         yield from _trainer_lines(state.trainer)
     if state.inference is not None:
@@ -171,9 +175,10 @@ def _inference_lines(view: InferenceView) -> Iterator[str]:
 
 def render_peers(state: NodeState) -> RenderableType:
     """What `echo-node peers` prints."""
-    if not state.peers:
-        return Text("No peer is known yet.")
-    return peers_table(state.peers)
+    parts: list[RenderableType] = [peers_table(state.peers)] if state.peers else [Text("No peer is known yet.")]
+    if state.run is not None and state.run.trainer_note:
+        parts += [Text(""), Text(plain(state.run.trainer_note, 300))]
+    return Group(*parts)
 
 
 def peers_table(peers: tuple[PeerView, ...], names: dict[str, str] | None = None) -> Table:
