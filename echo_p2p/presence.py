@@ -18,7 +18,7 @@ from echo_p2p.net.dialing import dialable
 from echo_p2p.net.gossip import GossipNode, GossipSettings, open_gossip
 from echo_p2p.net.hive import HiveNode, HiveSettings, open_hive
 from echo_p2p.net.ping import serve_ping
-from echo_p2p.net.reach import WITNESSES_MAX, Finding, Lookout, serve_dial_back
+from echo_p2p.net.reach import WITNESSES_MAX, Finding, Lookout, said_reach, serve_dial_back
 from echo_p2p.swarm import Swarm
 from echo_protocols.envelope import Border, Sealer
 from echo_protocols.peer import Role, RoleRecord
@@ -128,7 +128,7 @@ async def _follow_reach(presence: Presence) -> None:
         except NetError as error:
             log.warning("can't ask where this node can be dialled (%s); trying again", error)
         if presence.found.reach != before[1].reach:
-            log.info("reach: %s", presence.found.reach)
+            log.info("reach: %s", said_reach(presence.found.reach, presence.found.addresses))
         if (presence.stream_addresses, presence.found) != before:
             presence.swarm.announce()
         await trio.sleep(_LOOK_EVERY_S)

@@ -53,6 +53,14 @@ def test_reach_is_enough_or_says_which_port_to_forward(reach: Reach, role: str, 
     assert ("TCP port 4001" in check.cure) is (ok is False)
 
 
+def test_loopback_is_this_machine_and_not_the_world() -> None:
+    here = REACH_WORDS["this machine only"]
+    found = Finding("public", ("/ip4/127.0.0.1/tcp/4001",), 1)
+    assert check_reach(found, NodeConfig()).says.startswith(here)
+    assert check_reach(Finding("public"), NodeConfig(), "this machine only").says == here
+    assert check_reach(Finding("public"), NodeConfig()).says == REACH_WORDS["public"]
+
+
 def test_a_relay_that_carries_next_to_nothing_is_no_relay() -> None:
     assert check_relays({}).ok is None
     assert check_relays({"one": None, "other": 1 << 40}).ok
@@ -114,7 +122,7 @@ def test_a_port_that_is_taken_fails_and_json_has_every_check(tmp_path: Path) -> 
 
 def test_status_says_how_the_node_is_reached_in_a_sentence() -> None:
     def lines(reach: str) -> list[str]:
-        own = PeerView(peer="12D3", role="inference", reach=reach, ours=True)
+        own = PeerView(peer="12D3", role="inference", reach="public", reach_text=reach, ours=True)
         state = NodeState(
             peer="12D3", role="inference", swarm="echo", software="", pid=1, started_at=0.0, now=1.0, peers=(own,)
         )

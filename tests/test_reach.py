@@ -30,6 +30,7 @@ from echo_p2p.net.reach import (
     first_reached,
     hosts_of,
     ports_of,
+    said_reach,
     serve_dial_back,
 )
 from echo_p2p.net.relay import RelaySlots
@@ -52,6 +53,24 @@ def test_public_is_what_most_of_those_who_can_say_have_dialled() -> None:
     assert conclude([said(HERE), said(HERE), said()], relayed=True) == Finding("public", (HERE,), 3)
     assert conclude([said(HERE), said()], relayed=True).reach == "relayed"
     assert conclude([said(HERE), said(refusal="relayed")], relayed=True).reach == "public"
+
+
+@pytest.mark.parametrize(
+    ("reach", "addresses", "said"),
+    [
+        ("public", ("/ip4/127.0.0.1/tcp/1/p2p/x",), "this machine only"),
+        ("public", ("/ip6/::1/tcp/1", "/ip4/9.9.9.9/tcp/1/p2p/r/p2p-circuit"), "this machine only"),
+        ("public", ("/ip4/127.0.0.1/tcp/1", "/ip4/192.168.1.7/tcp/1"), "this network only"),
+        ("public", ("/ip4/192.168.1.7/tcp/1", "/ip4/9.9.9.9/tcp/1"), "public"),
+        ("public", ("/ip4/127.0.0.1/tcp/1", "/dns/node.example/tcp/1"), "public"),
+        ("public", ("/ip4/strange/tcp/1",), "public"),
+        ("public", (), "public"),
+        ("relayed", ("/ip4/127.0.0.1/tcp/1",), "relayed"),
+        ("unknown", ("/ip4/127.0.0.1/tcp/1",), "unknown"),
+    ],
+)
+def test_reach_is_said_no_wider_than_its_addresses(reach: str, addresses: tuple[str, ...], said: str) -> None:
+    assert said_reach(reach, addresses) == said
 
 
 def test_only_addresses_of_direct_connections_are_a_peers_own() -> None:

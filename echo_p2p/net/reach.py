@@ -77,6 +77,20 @@ def conclude(answers: Iterable[DialBackAnswer], *, relayed: bool) -> Finding:
     return Finding("none" if said else "unknown", (), len(said))
 
 
+def said_reach(reach: str, addresses: Iterable[str]) -> str:
+    """A reach in words that promise no more than its addresses do: dialled at 127.0.0.1, it is this machine's alone."""
+    direct = [address for address in addresses if "/p2p-circuit" not in address]
+    if reach != "public" or not direct or not all(address.startswith(("/ip4/", "/ip6/")) for address in direct):
+        return reach
+    try:
+        found = [ipaddress.ip_address(address.split("/")[2]) for address in direct]
+    except ValueError:
+        return reach
+    if all(each.is_loopback for each in found):
+        return "this machine only"
+    return reach if any(each.is_global for each in found) else "this network only"
+
+
 def hosts_of(addresses: Iterable[str]) -> tuple[str, ...]:
     """The IP addresses that a peer's direct connections come from, as `ip4/…` or `ip6/…`; a relay's is not its own."""
     hosts = []

@@ -12,6 +12,7 @@ from echo_node.logs import Journal
 from echo_node.silence import silence_note
 from echo_node.state import InferenceView, NodeState, PeerView, RunView, TrainerView
 from echo_p2p.config import NodeConfig
+from echo_p2p.net.reach import said_reach
 from echo_p2p.presence import Presence
 from echo_p2p.swarm import Member
 
@@ -109,6 +110,7 @@ def _peer_view(member: Member, ours: str, now: float) -> PeerView:
         ways=len(capacity.ways) if capacity else 0,
         device=capacity.device if capacity else "",
         reach=record.reach,
+        reach_text=said_reach(record.reach, record.streams),
         age_s=max(0.0, now - member.heard_at),
         ours=member.peer == ours,
     )

@@ -17,7 +17,7 @@ from echo_p2p.config import NodeConfig
 from echo_p2p.errors import EchoError, NetError
 from echo_p2p.identity import generate
 from echo_p2p.net.hive import HiveNode, HiveSettings, open_hive
-from echo_p2p.net.reach import Finding, Heard, Reach, ask_dial_back, conclude, ports_of
+from echo_p2p.net.reach import Finding, Heard, Reach, ask_dial_back, conclude, ports_of, said_reach
 
 CLOCK_MAX_S = 3.0
 """How far apart the clocks of two peers may be: the record table refuses more."""
@@ -36,7 +36,7 @@ def check_network(config: NodeConfig, running: NodeState | None) -> Iterator[Che
         for name in ("bootstrap", "clock"):
             cure = f"Give --peer with the address of {other} bootstrap."
             yield Check(name=name, ok=None, says="nobody to ask", cure=cure)
-        yield check_reach(_finding_of(running), config)
+        yield check_reach(_finding_of(running), config, _said_by(running))
         return
     try:
         asked = trio.run(_ask, config, running)
@@ -46,7 +46,7 @@ def check_network(config: NodeConfig, running: NodeState | None) -> Iterator[Che
     yield check_bootstraps(asked, config.network.peers)
     yield check_clock(asked.heard)
     yield check_relays(asked.limits)
-    yield check_reach(asked.found if running is None else _finding_of(running), config)
+    yield check_reach(asked.found if running is None else _finding_of(running), config, _said_by(running))
 
 
 class Asked:
@@ -127,15 +127,20 @@ def check_relays(limits: Mapping[str, int | None]) -> Check:
     return Check(name="relay", ok=True, says=f"a slot at {count_text(len(limits), 'relay')}")
 
 
-def check_reach(found: Finding, config: NodeConfig) -> Check:
-    """Who can dial this machine; a trainer and a bootstrap have to be dialled directly."""
+def check_reach(found: Finding, config: NodeConfig, said: str = "") -> Check:
+    """Who can dial this machine; a trainer and a bootstrap have to be dialled directly. `said`: what a node says."""
     ok = {"public": True, "relayed": config.role == "inference", "none": False, "unknown": None}[found.reach]
+    words = REACH_WORDS[said_reach(found.reach, found.addresses)]
     at = f" It answers at {', '.join(found.addresses)}." if found.addresses else ""
     cure = ""
     if ok is False:
         port = config.network.port or "of your choice (--port)"
         cure = f"Forward TCP port {port} on the router to this machine, and open it in the firewall."
-    return Check(name="reach", ok=ok, says=REACH_WORDS[found.reach] + at, cure=cure)
+    return Check(name="reach", ok=ok, says=REACH_WORDS.get(said, words) + at, cure=cure)
+
+
+def _said_by(running: NodeState | None) -> str:
+    return next((peer.reach_text for peer in running.peers if peer.ours), "") if running is not None else ""
 
 
 def _finding_of(running: NodeState | None) -> Finding:

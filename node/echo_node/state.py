@@ -14,7 +14,7 @@ class PeerView(Struct, frozen=True, kw_only=True):
     """One member of the swarm, as this node sees it.
 
     `layers_per_s` is layers × tokens a second, `head_layers` the output matrix's time in layers, 0.0 while unmeasured;
-    `ways` are those that it has measured to others.
+    `ways` are those that it has measured to others. `reach_text` is `reach` with what its addresses take from it.
     """
 
     peer: str
@@ -28,6 +28,7 @@ class PeerView(Struct, frozen=True, kw_only=True):
     ways: int = 0
     device: str = ""
     reach: str = "unknown"
+    reach_text: str = ""
     age_s: float = 0.0
     ours: bool = False
 

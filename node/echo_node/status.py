@@ -26,6 +26,8 @@ STATE_MAX_BYTES = 16 * 1024 * 1024
 
 REACH_WORDS: Final[dict[str, str]] = {
     "public": "Others dial this node directly.",
+    "this machine only": "Nodes on this machine dial this node directly; others can't, or have not tried.",
+    "this network only": "Nodes of this network dial this node directly; for others, forward its TCP port.",
     "relayed": "Others reach this node through a relay only; forward its TCP port on your router for direct chains.",
     "none": "Nobody can dial this node, and it has no relay: forward its TCP port, or join by a bootstrap that relays.",
     "unknown": "Whether others can dial this node is not known yet; a bootstrap or a trainer has to say.",
@@ -121,8 +123,8 @@ def status_lines(state: NodeState) -> Iterator[str]:
         f"Connected; it sees {count_text(others, 'other peer')}.{note}" if state.connected else f"Not connected.{note}"
     )
     own = next((peer for peer in state.peers if peer.ours), None)
-    if own is not None and own.reach in REACH_WORDS:
-        yield REACH_WORDS[own.reach]
+    if own is not None and (reach := own.reach_text or own.reach) in REACH_WORDS:
+        yield REACH_WORDS[reach]
     if own is not None and own.layers_per_s > 0.0:
         yield speed_line(own)
     if state.run is not None:
@@ -203,7 +205,7 @@ def peers_table(peers: tuple[PeerView, ...], names: dict[str, str] | None = None
             Text(f"{peer.tokens_per_s:,.0f}" if peer.role == "inference" else "–"),
             Text(f"{peer.layers_per_s:,.0f}" if peer.layers_per_s else "–"),
             Text(plain(peer.device or "–", 24)),
-            Text(plain(peer.reach)),
+            Text(plain(peer.reach_text or peer.reach)),
             Text(f"{duration_text(peer.age_s)} ago"),
         )
     return table
