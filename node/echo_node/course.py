@@ -70,10 +70,10 @@ class Course:
         learner, steps = self._learner, self._board.config.trainer.steps
         release = await trio.to_thread.run_sync(learner.first_release)
         self._policy_hash, self._model_bytes = release.policy_hash.hex(), release.model_bytes
+        nursery.start_soon(self.gather.run)  # who hears of the release sends what it kept for us
         await self.herald.announce(release)
         self._board.presence.figures = lambda: {"version": self._version}
         log.info("policy version %s is out; waiting for rollouts", learner.version)
-        nursery.start_soon(self.gather.run)
         async with trio.open_nursery() as publishing:
             while steps is None or learner.version.step < steps:
                 await self._step(publishing)

@@ -194,6 +194,7 @@ class Feed:
             self.newest = release
             self._news.set()
             self._news = trio.Event()
+            self._presence.swarm.wake()  # a trainer that releases is there
 
 
 def _overlap(one: Span | None, other: Span | None) -> bool:
