@@ -7,16 +7,16 @@ come through the callables given), no signature (releases come checked) and no e
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import trio
 
-from echo_p2p.errors import BaseMismatch, CorruptChunk, EchoError, WeightsError
-from echo_p2p.net.blobs import blob_hash
+from echo_p2p.errors import BaseMismatch, WeightsError
 from echo_p2p.tensors import Bits, by_part
 from echo_p2p.weights.advance import Brought, advance, culprit
+from echo_p2p.weights.chunks import Chunks, FetchChunk, all_of
 from echo_p2p.weights.codec import content_hash
 from echo_p2p.weights.explore import LookupRelease, find_routes
 from echo_p2p.weights.route import Atlas, Route
@@ -31,12 +31,8 @@ PARTS_AT_ONCE = 4
 """Parts that are brought to a new version at a time; the chunks of all are fetched at once."""
 
 PINS = "replica"
-_FETCH_ATTEMPTS = 2
 _WAYS_TRIED = 4
 _LIES_MAX = 4096
-
-FetchChunk = Callable[[Chunk], Awaitable[bytes]]
-"""The chunk's blob, from whoever has it. Raises EchoError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +76,7 @@ class Replica:
         self._staging = trio.Lock()
         self._lies: OrderedDict[Chunk, None] = OrderedDict()  # whose blobs don't do what they say
         self._counts: Counter[str] = Counter()
-        self._report = report
-        self._expected_bytes = self._arrived_bytes = 0  # of the version that is being staged
+        self._chunks = Chunks(store, self._counts, report)
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -163,15 +158,14 @@ class Replica:
         """Each part at its new version, but those whose chunks lead elsewhere."""
         chunks = {chunk for route in routes.values() for chunk in route.chunks}
         self._store.pin(PINS, [chunk.hash for chunk in chunks])
-        self._arrived_bytes = 0
-        self._expected_bytes = sum(chunk.size_bytes for chunk in chunks if chunk.hash not in self._store)
+        self._chunks.expect(chunks)
         brought: dict[str, Brought] = {}
         slots = trio.CapacityLimiter(PARTS_AT_ONCE)
 
         async def bring(part: str, route: Route) -> None:
-            spare = await self._fetch_all(route.chunks, fetch)
+            spare = await self._chunks.bring(route.chunks, fetch)
             async with slots:
-                blobs = [spare.get(chunk.hash) or await self._blob(chunk, fetch) for chunk in route.chunks]
+                blobs = [spare.get(chunk.hash) or await self._chunks.blob(chunk, fetch) for chunk in route.chunks]
                 old, result = self._shadow[part], wanted[part]
                 try:
                     brought[part] = await trio.to_thread.run_sync(advance, old, route.chunks, blobs, result)
@@ -181,49 +175,8 @@ class Replica:
                     log.warning("%s: %s; another way is looked for", part, error)
                     self._distrust(await trio.to_thread.run_sync(culprit, old, route.chunks, blobs))
 
-        await _all_of(partial(bring, part, route) for part, route in routes.items())
+        await all_of(partial(bring, part, route) for part, route in routes.items())
         return brought
-
-    async def _fetch_all(self, chunks: Sequence[Chunk], fetch: FetchChunk) -> dict[bytes, bytes]:
-        """All chunks into the store, at once; those that it has no room for are returned, by hash."""
-        spare: dict[bytes, bytes] = {}
-
-        async def get(chunk: Chunk) -> None:
-            if chunk.hash in self._store:
-                self._counts["chunks_at_hand"] += 1
-                return
-            blob = await self._fetch(chunk, fetch)
-            if chunk.hash not in self._store:
-                spare[chunk.hash] = blob
-
-        await _all_of(partial(get, chunk) for chunk in chunks)
-        return spare
-
-    async def _blob(self, chunk: Chunk, fetch: FetchChunk) -> bytes:
-        """From the store; again from the network if it went bad there."""
-        held = await trio.to_thread.run_sync(self._store.get, chunk.hash)
-        return await self._fetch(chunk, fetch) if held is None else held
-
-    async def _fetch(self, chunk: Chunk, fetch: FetchChunk) -> bytes:
-        for _ in range(_FETCH_ATTEMPTS):
-            try:
-                blob = await fetch(chunk)
-                if len(blob) == chunk.size_bytes and await trio.to_thread.run_sync(blob_hash, blob) == chunk.hash:
-                    break
-            except CorruptChunk as error:
-                log.warning("%s: %s", chunk.part, error)
-            self._counts["corrupt_chunks"] += 1
-        else:
-            raise CorruptChunk(f"chunk {chunk.hash.hex()[:12]} of {chunk.part} arrived corrupt {_FETCH_ATTEMPTS} times")
-        self._counts["chunks_fetched"] += 1
-        self._counts["bytes_fetched"] += len(blob)
-        self._arrived_bytes += len(blob)
-        self._report(self._arrived_bytes, max(self._arrived_bytes, self._expected_bytes))
-        try:
-            await trio.to_thread.run_sync(self._store.put, blob)
-        except WeightsError as error:
-            log.warning("a chunk is used but not kept: %s", error)
-        return blob
 
     def _distrust(self, chunk: Chunk) -> None:
         self._lies[chunk] = None
@@ -255,21 +208,3 @@ class Replica:
 
 def _content_of(parts: Mapping[str, Mapping[str, Bits]]) -> dict[str, bytes]:
     return {part: content_hash(tensors) for part, tensors in parts.items()}
-
-
-async def _all_of(works: Iterable[Callable[[], Awaitable[None]]]) -> None:
-    """Do all at once; the first EchoError ends the others and is raised."""
-    failures: list[EchoError] = []
-
-    async def guarded(work: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await work()
-        except EchoError as error:
-            failures.append(error)
-            nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        for work in works:
-            nursery.start_soon(guarded, work)
-    if failures:
-        raise failures[0]
