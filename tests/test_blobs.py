@@ -9,6 +9,7 @@ import trio
 import trio.testing
 
 from echo_p2p.errors import CorruptChunk, NetError, RemoteError, Unreachable
+from echo_p2p.net.absentees import AVOIDED_S, Absentees
 from echo_p2p.net.base import Stream
 from echo_p2p.net.blob_server import MAX_STREAMS
 from echo_p2p.net.blobs import BLOB_FRAME_BYTES, blob_hash, fetch_blob, fetch_from_any, receive_blob, serve_blobs
@@ -322,3 +323,48 @@ def test_the_network_carries_at_the_rate_of_an_uplink_and_its_streams_in_turn() 
         assert network.sent_bytes == {"slow": 100_100}
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_peer_that_is_dead_for_one_blob_is_not_waited_for_with_the_others() -> None:
+    blobs = {blob_hash(blob): blob for blob in (bytes([number]) * 100 for number in range(10))}
+
+    async def never(stream: Stream) -> None:
+        asked.append(trio.current_time())
+        await trio.sleep_forever()
+
+    async def main() -> None:
+        network, absentees = MemoryNetwork(), Absentees()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(partial(serve_blobs, network.node("holder"), blobs.get, in_thread=False))
+            await nursery.start(network.node("dead").serve, names.BLOB, never)
+
+            async def fetch_all(peers: list[str]) -> None:
+                for hash, blob in blobs.items():
+                    got = await fetch_from_any(network.node("me"), peers, hash, 100, exact=True, absentees=absentees)
+                    assert got == blob
+
+            await fetch_all(["dead", "holder"])
+            assert len(asked) == 1
+            with pytest.raises(Unreachable, match="a moment ago"):
+                await fetch_from_any(network.node("me"), ["dead"], next(iter(blobs)), 100, absentees=absentees)
+            await trio.sleep(AVOIDED_S)
+            await fetch_all(["dead", "holder"])
+            assert len(asked) == 2  # perhaps it is back
+            nursery.cancel_scope.cancel()
+
+    asked: list[float] = []
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.02))
+
+
+def test_who_answers_is_asked_again_at_once_and_few_are_remembered() -> None:
+    absentees = Absentees()
+    absentees.failed("a", 0.0)
+    assert absentees.avoided("a", AVOIDED_S - 1)
+    absentees.answered("a")
+    assert not absentees.avoided("a", 1.0)
+    absentees.failed("a", 0.0)
+    for number in range(1024):
+        absentees.failed(f"b{number}", 0.0)
+    assert not absentees.avoided("a", 1.0)
+    assert absentees.avoided("b1023", 1.0)
+    assert not absentees.avoided("b1023", AVOIDED_S)

@@ -11,6 +11,7 @@ import trio.testing
 from echo_node.feed import Feed
 from echo_p2p.config import NetworkConfig
 from echo_p2p.identity import Identity, from_seed
+from echo_p2p.net.base import Stream
 from echo_p2p.net.blobs import blob_hash, serve_blobs
 from echo_p2p.net.memory import MemoryNetwork
 from echo_p2p.presence import Presence
@@ -190,6 +191,32 @@ def test_a_chunk_that_nobody_announces_is_asked_for_in_the_end(tmp_path: Path) -
             assert await feed.fetch(chunk_of(blob)) == blob
             assert 29 < trio.current_time() - began_at < 40
             nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.02))
+
+
+def test_a_dead_trainer_is_waited_for_once_and_not_for_each_chunk(tmp_path: Path) -> None:
+    blobs = [bytes([number]) * 50 for number in range(20)]
+    held = {blob_hash(blob): blob for blob in blobs}
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        worker, trainer, other = (presence_of(each, network) for each in (WORKER, TRAINER, HOSTILE))
+        meet([trainer, worker, other])
+        feed = Feed(worker, RUN, Store(tmp_path, 1 << 20))
+        async with trio.open_nursery() as nursery:
+            await nursery.start(partial(serve_blobs, other.hive, held.get, in_thread=False))  # it announces nothing
+            await nursery.start(trainer.hive.serve, names.BLOB, never)
+            nursery.start_soon(feed.run)
+            began_at = trio.current_time()
+            async with trio.open_nursery() as fetching:
+                for blob in blobs:
+                    fetching.start_soon(feed.fetch, chunk_of(blob))
+            assert trio.current_time() - began_at < 60  # and not 30 s, and 20 s for each two of them
+            nursery.cancel_scope.cancel()
+
+    async def never(stream: Stream) -> None:
+        await trio.sleep_forever()
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.02))
 

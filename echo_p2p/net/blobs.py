@@ -13,6 +13,7 @@ import msgspec
 import trio
 
 from echo_p2p.errors import CorruptChunk, EchoError, NetError, RemoteError, Unreachable
+from echo_p2p.net.absentees import Absentees
 from echo_p2p.net.base import Stream, Streams
 from echo_p2p.net.blob_server import Lookup, Watcher, serve_blobs
 from echo_p2p.net.blob_wire import BLOB_FRAME_BYTES, UNDECODABLE, Reply, Request
@@ -65,21 +66,31 @@ async def fetch_from_any(
     *,
     exact: bool = False,
     timeout_s: float = 20.0,
+    absentees: Absentees | None = None,
 ) -> bytes:
     """The blob from the first of `peers` that gives it; a transfer cut short goes on with the next one.
 
+    Those of `absentees` are left out, and those added that can't be reached: share it among fetches of many blobs.
+
     Raises RemoteError ("absent") if every peer answers that it lacks the blob, else Unreachable if none gives it.
     """
+    absentees = absentees or Absentees()
     received = bytearray()
     failures: list[EchoError] = []
     for peer in peers:
+        if absentees.avoided(peer, trio.current_time()):
+            failures.append(Unreachable(f"peer {peer} did not answer a moment ago"))
+            continue
         for _ in range(2):  # once more from the start if the bytes of an earlier peer may be what is wrong
             resumed = bool(received)
             try:
                 await receive_blob(streams, peer, hash, size_bytes, received, exact=exact, timeout_s=timeout_s)
+                absentees.answered(peer)
                 return await checked_blob(received, hash, peer)
             except (NetError, RemoteError, CorruptChunk) as error:
                 failures.append(error)
+                if isinstance(error, Unreachable):
+                    absentees.failed(peer, trio.current_time())
                 if isinstance(error, NetError) or (isinstance(error, RemoteError) and error.reason in _NOT_NOW):
                     break  # what has arrived is good as far as anybody knows
                 received.clear()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import trio
 
 from echo_p2p.errors import EchoError, Unreachable, WeightsError
+from echo_p2p.net.absentees import Absentees
 from echo_p2p.net.base import Message
 from echo_p2p.net.blobs import blob_hash, fetch_from_any
 from echo_p2p.presence import Presence
@@ -58,6 +59,7 @@ class Feed:
             seed=random.getrandbits(32),
         )
         self._one_by_one = trio.CapacityLimiter(_ASKED_ONE_BY_ONE)
+        self._absentees = Absentees()
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -93,7 +95,7 @@ class Feed:
             return self._known[hash]
         sealed = await trio.to_thread.run_sync(self._store.get, hash)
         if sealed is None:
-            sealed = await fetch_from_any(self._presence.hive, self._holders(), hash, _SEALED_MAX_BYTES)
+            sealed = await self._ask_for(hash, _SEALED_MAX_BYTES, exact=False)
             await self._keep(sealed)
         release = self._open(sealed, once=False)
         if release is None:
@@ -113,7 +115,13 @@ class Feed:
         except Unreachable as error:
             log.info("chunk of %s: %s", chunk.part, error)
         async with self._one_by_one:
-            return await fetch_from_any(self._presence.hive, self._holders(), chunk.hash, chunk.size_bytes, exact=True)
+            return await self._ask_for(chunk.hash, chunk.size_bytes, exact=True)
+
+    async def _ask_for(self, hash: bytes, size_bytes: int, *, exact: bool) -> bytes:
+        """One after the other; who is dead for one blob is not waited for again for the next."""
+        return await fetch_from_any(
+            self._presence.hive, self._holders(), hash, size_bytes, exact=exact, absentees=self._absentees
+        )
 
     def neighbours(self) -> list[str]:
         """Other peers of the run to exchange chunks with: first who serves layers of ours, else in an order of ours."""

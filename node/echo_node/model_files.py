@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from echo_node.charts import bytes_text
 from echo_node.run_model import RunModel, contents_nearby, look_nearby
+from echo_p2p.net.absentees import Absentees
 from echo_p2p.net.base import Streams
 from echo_p2p.net.blobs import fetch_from_any
 from echo_p2p.swarm import Run, Swarm
@@ -35,10 +36,13 @@ async def open_model(run: Run, swarm: Swarm, streams: Streams, folder: Path, sto
     if missing:
         total = sum(file.size_bytes for file in missing)
         log.info("fetching %d files of %s, %s, from peers", len(missing), manifest.model, bytes_text(total))
+    absentees = Absentees()
     for file in files:
         content = contents.get(file.name) or await trio.to_thread.run_sync(store.get, file.hash)
         if content is None:
-            content = await fetch_from_any(streams, _holders(run, swarm), file.hash, file.size_bytes, exact=True)
+            content = await fetch_from_any(
+                streams, _holders(run, swarm), file.hash, file.size_bytes, exact=True, absentees=absentees
+            )
         contents[file.name] = content
         await trio.to_thread.run_sync(store.put, content)  # whoever comes next may ask us
     return await trio.to_thread.run_sync(RunModel, manifest, nearby, folder, contents)
