@@ -3,15 +3,18 @@
 import logging
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Final
 
 import msgspec
 import trio
+from msgspec import UNSET
 
 from echo_node.complaints import Complaints, Pair
+from echo_node.handover import HANDOVER_S, preparing, ready_stops, same
+from echo_node.newcomers import Newcomers, works
 from echo_node.plans import bounded, describe, device_of, links_of, serving, workload_for
 from echo_node.pulse import Pulse, check, keep_checking
 from echo_node.standing import Standing
@@ -25,7 +28,7 @@ from echo_p2p.presence import Presence
 from echo_p2p.swarm import Run
 from echo_protocols import names
 from echo_protocols.envelope import COMPLAINT, Refusal
-from echo_protocols.peer import Plan
+from echo_protocols.peer import Plan, Stop
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +75,16 @@ class _Leader:
         self._pulse = Pulse()
         self._complaints = Complaints()
         self._speaking = Newest(_COMPLAINTS_AT_ONCE)
+        self._newcomers = Newcomers()
+        self._loading: tuple[tuple[Stop, ...], ...] = ()  # the chains that are to take over when their stops are ready
+        self._loading_since = 0.0
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
     async def keep_planning(self) -> None:
         swarm, work = self._presence.swarm, workload_for(self._run)
         seen: _Seen | None = None
+        wanted = Plan(number=0, layers=work.layers)
         looked_at = -inf
         while True:
             now = trio.current_time()
@@ -87,18 +94,32 @@ class _Leader:
                 or seen.devices.keys() != asked.devices.keys()
                 or (seen.parted, seen.current) != (asked.parted, asked.current)
             )
-            if at_once or (asked != seen and now - looked_at >= BALANCE_EVERY_S):
-                looked_at = now
+            settled = wanted.chains == asked.current.chains  # else it is on its way, and may be what is measured next
+            if at_once or (settled and asked != seen and now - looked_at >= BALANCE_EVERY_S):
+                looked_at, seen = now, asked
                 wanted = await _planned(asked, work)
-                seen = _Seen(asked.devices, asked.links, asked.parted, wanted)
-                if wanted != asked.current:
-                    # numbers come from the clock, so that they grow over restarts of the leader
-                    wanted = msgspec.structs.replace(wanted, number=max(int(time.time()), asked.current.number + 1))
-                    seen = _Seen(asked.devices, asked.links, asked.parted, wanted)
-                    await self._publish(wanted, waiting)
                 if not wanted.chains:
                     log.info("no chain can be made: %s", shortfall(asked.devices, work))
+            assert seen is not None
+            step = self._step(asked, wanted, now)
+            if not same(step, asked.current):
+                # numbers come from the clock, so that they grow over restarts of the leader
+                step = msgspec.structs.replace(step, number=max(int(time.time()), asked.current.number + 1))
+                seen = replace(seen, current=step)
+                await self._publish(step, waiting)
             await swarm.changed()
+
+    def _step(self, asked: _Seen, wanted: Plan, now: float) -> Plan:
+        """The plan to publish on the way to `wanted`: that, unless chains work meanwhile and its stops have to load."""
+        unlinked = {pair for pair, link in asked.links.known.items() if link is None}
+        if works(asked.current, asked.devices, asked.parted | unlinked):
+            step = preparing(asked.current, wanted, ready_stops(serving(self._presence, self._run)))
+            if step is not None:
+                if self._loading != wanted.chains:
+                    self._loading, self._loading_since = wanted.chains, now
+                if now - self._loading_since < HANDOVER_S:
+                    return step
+        return msgspec.structs.replace(wanted, upcoming=UNSET)
 
     def _look(self, work: Workload, now: float) -> tuple[_Seen, int]:
         """Who is there to be planned with, and how many there are too many."""
@@ -111,10 +132,12 @@ class _Leader:
             for peer, record in records.items()
             if not (self._pulse.lost(peer) or self._standing.benched(peer, now))
         }
+        parted = self._complaints.parted(now)
+        here = self._newcomers.counted(here, current, parted, now)
         chosen = bounded({peer: record.capacity for peer, record in here.items() if record.capacity}, current)
         devices = {peer: device_of(held) for peer, held in chosen.items()}
         links = links_of({peer: here[peer] for peer in chosen})  # of all that are here they would be a million
-        return _Seen(devices, links, self._complaints.parted(now), current), len(here) - len(chosen)
+        return _Seen(devices, links, parted, current), len(here) - len(chosen)
 
     async def _publish(self, wanted: Plan, waiting: int) -> None:
         swarm = self._presence.swarm

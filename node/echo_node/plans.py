@@ -100,4 +100,5 @@ def describe(found: Plan) -> str:
     """A plan in words."""
     chains = [" → ".join(f"…{stop.peer[-6:]} {stop.span}" for stop in chain) for chain in found.chains]
     ready = [f"…{stop.peer[-6:]} stands by with {stop.span}" for stop in found.standby]
-    return "; ".join([*chains, *ready]) or "no chain: the peers here can't hold the model together"
+    coming = [f"…{stop.peer[-6:]} loads {stop.span} too" for stop in found.upcoming or ()]
+    return "; ".join([*chains, *ready, *coming]) or "no chain: the peers here can't hold the model together"

@@ -30,6 +30,7 @@ PACE_S: Final = 5.0
 MISSES: Final = 3
 """In a row, until a peer counts as one that can't be reached."""
 
+_WAITED_FOR = 8
 _MISSED_AGAIN_S = 20.0
 _MISSED_AGAIN_MAX_S = 600.0
 _TIMEOUT_S = 5.0
@@ -124,7 +125,9 @@ async def keep_measuring_ways(presence: Presence) -> None:
             ways.note(peer, pong, trio.current_time())
         if (capacity := presence.record.capacity) is not None and capacity.ways != ways.told():
             said = msgspec.structs.replace(capacity, ways=ways.told())
-            presence.record = msgspec.structs.replace(presence.record, capacity=said)  # no haste: no `say`
+            presence.record = msgspec.structs.replace(presence.record, capacity=said)
+            if len(capacity.ways) < min(_WAITED_FOR, len(said.ways)):  # by who plans; the others have time
+                presence.swarm.announce()
         await trio.sleep(PACE_S)
 
 

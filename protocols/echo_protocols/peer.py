@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from echo_protocols.values import Count, Hash, Name, PeerId, PolicyVersion, Rate, Span, Time
 
@@ -38,7 +38,10 @@ class Capacity(Struct, frozen=True, kw_only=True):
 
 
 class RoleRecord(Struct, frozen=True, kw_only=True):
-    """What a peer says of itself, renewed while it lives."""
+    """What a peer says of itself, renewed while it lives.
+
+    `span` is what it holds, at `version`; `prepared`, what it has loaded beside that because the plan says what comes.
+    """
 
     role: Role
     software: Name
@@ -52,6 +55,7 @@ class RoleRecord(Struct, frozen=True, kw_only=True):
     tokens_per_s: Rate = 0.0
     started_at: Time = 0.0
     leaving: bool = False
+    prepared: Span | UnsetType = UNSET
 
 
 class Stop(Struct, frozen=True, kw_only=True, array_like=True):
@@ -67,13 +71,15 @@ Chain = Annotated[tuple[Stop, ...], Meta(min_length=1, max_length=256)]
 class Plan(Struct, frozen=True, kw_only=True):
     """Chains that together are the swarm; each covers all layers, in order. `number` grows with each change.
 
-    A peer of `standby` serves no chain, and holds its span ready for whoever is lost.
+    A peer of `standby` serves no chain, and holds its span ready for whoever is lost. One of `upcoming` serves in a
+    chain, and loads that span beside its own: a chain with it will take over.
     """
 
     number: Count
     layers: Annotated[int, Meta(ge=1, le=65536)]
     chains: Annotated[tuple[Chain, ...], Meta(max_length=4096)] = ()
     standby: Annotated[tuple[Stop, ...], Meta(max_length=4096)] = ()
+    upcoming: Annotated[tuple[Stop, ...], Meta(max_length=4096)] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -91,6 +97,9 @@ class Plan(Struct, frozen=True, kw_only=True):
             if stop.peer in seen or stop.span.layers != self.layers:
                 raise ValueError("a peer stands by for one span of the model, and serves no chain meanwhile")
             seen.add(stop.peer)
+        coming = self.upcoming or ()
+        if len({stop.peer for stop in coming}) != len(coming) or {stop.span.layers for stop in coming} - {self.layers}:
+            raise ValueError("a peer prepares for one span of the model")
 
     def chain_of(self, peer: str) -> tuple[Stop, ...] | None:
         """The chain that a peer serves in, if any."""
@@ -100,6 +109,10 @@ class Plan(Struct, frozen=True, kw_only=True):
         """The span that a peer is to hold, in a chain or ready for one, if any."""
         stops = (*(self.chain_of(peer) or ()), *self.standby)
         return next((stop.span for stop in stops if stop.peer == peer), None)
+
+    def upcoming_of(self, peer: str) -> Span | None:
+        """The span that a peer is to have loaded beside the one it holds, if any."""
+        return next((stop.span for stop in self.upcoming or () if stop.peer == peer), None)
 
 
 class Complaint(Struct, frozen=True, kw_only=True):
