@@ -800,6 +800,42 @@ def test_hostile_input_ends_its_stream_with_a_counted_reason_and_nothing_else() 
     with_deadline(main)
 
 
+def test_a_head_can_not_fill_the_memory_of_a_stage() -> None:
+    """One long row makes all rows of its lane as long where a stage keeps them."""
+
+    async def main() -> None:
+        most = 100
+        async with swarm(3, limits=replace(LIMITS, held=most)) as peers:
+            chain = bytes(range(16))
+            prompt = msgspec.structs.replace(begin_order(), samples=16, positions=60)
+            long = Forward(
+                lane=1, step=0, version=V0, length=20, width=16, rows=bytes(4), positions=bytes(4),
+                payload=np.ones((1, 20, 16), "<f4").tobytes(),
+            )  # fmt: skip
+            short = msgspec.structs.replace(long, lane=3, length=1, payload=np.ones(16, "<f4").tobytes())
+            begun = [opening(peers), prompt, long, msgspec.structs.replace(prompt, lane=3), short]
+            several = tuple(range(1, 8))
+            for joins in (
+                [Join(lane=2, prompt=1, step=0, rows=several, samples=several)],
+                [
+                    Join(lane=2, prompt=1, step=0, rows=(0,), samples=(0,)),
+                    Join(lane=2, prompt=3, step=1, rows=several, samples=several),
+                ],
+            ):
+                peers.servers[0].expect(chain, wait_for_end)
+                async with peers.network.node(PEERS[0]).open(PEERS[1], names.HOP) as stream:
+                    for frame in (*begun, *joins):
+                        await stream.send(*encode(chain, frame))
+                    _, failure = decode(await stream.receive())
+                assert isinstance(failure, Failure)
+                assert (failure.reason, failure.peer) == ("no-room", PEERS[0])
+            async with peers.open() as driver:
+                assert await driver.generate(request(0)) == whole[0]
+
+    whole = whole_answers(1)
+    with_deadline(main)
+
+
 def test_only_the_predecessor_may_feed_a_stage() -> None:
     async def main() -> None:
         async with swarm(3) as peers:

@@ -45,6 +45,7 @@ class Lane:
     cache: int
     step: int = 0
     rows: dict[int, Row] = field(default_factory=dict)
+    longest: int = 0  # positions of the longest row
 
 
 class Book:
@@ -82,6 +83,7 @@ class Book:
             raise broken("bad-rows", f"a prompt is longer than its {prompt.order.positions} positions", self._blamed)
         if prompt.samples:
             raise broken("bad-rows", "a prompt goes on that answers have begun from", self._blamed)
+        self._check_held(length)
         prompt.step += 1
         prompt.read += length
         return prompt
@@ -104,6 +106,8 @@ class Book:
             raise broken("bad-rows", "rows join that are no samples of their own", self._blamed)
         if max(samples) >= order.samples or not order.drawn < prompt.read < order.positions:
             raise broken("bad-rows", "rows join that their prompt has not", self._blamed)
+        longest = max(lane.longest if lane else 0, prompt.read)
+        self._check_held((len(held) + len(rows)) * longest - (len(held) * lane.longest if lane else 0))
         return prompt, lane
 
     def joined(self, frame: Join, cache: int) -> None:
@@ -111,6 +115,7 @@ class Book:
         prompt = self.prompts[frame.prompt]
         lane = self.lanes.setdefault(frame.lane, Lane(cache))
         lane.step += 1
+        lane.longest = max(lane.longest, prompt.read)
         prompt.samples.update(frame.samples)
         for row, sample in zip(frame.rows, frame.samples, strict=True):
             lane.rows[row] = Row(prompt.order, sample, prompt.read, prompt.order.drawn, prompt.canary)
@@ -135,6 +140,8 @@ class Book:
         for row in lane.rows.values():
             row.position += 1
             row.drawn += 1
+        lane.longest = max(row.position for row in lane.rows.values())
+        self._check_held(0)
         return lane
 
     def end(self, number: int) -> int:
@@ -143,6 +150,13 @@ class Book:
         if kept is None:
             raise broken("bad-lane", f"lane {number} ended but is not known", self._blamed)
         return kept.cache
+
+    def _check_held(self, more: int) -> None:
+        held = sum(prompt.read for prompt in self.prompts.values())
+        held += sum(len(lane.rows) * lane.longest for lane in self.lanes.values())
+        if held + more > self._limits.held:
+            text = f"{held + more} positions are more than the {self._limits.held} that this stage has memory for"
+            raise broken("no-room", text, self._blamed)
 
     def _check_step(self, due: int, step: int) -> None:
         if step != due:

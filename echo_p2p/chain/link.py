@@ -52,14 +52,17 @@ class GroupBroken(ChainBroken):
 class ChainLimits:
     """Bounds of what a peer holds for a chain, and how long it waits for its neighbours.
 
-    `rows` of a lane, `positions` of a row; `room` is of all positions of all rows together. A stage has `hop_timeout_s`
-    for a step, a ring that for each stop; once the usual times are known, some times these, and at least `patience_s`.
+    `rows` of a lane, `positions` of a row. `room` is of all positions of all rows together, as a head counts before
+    it asks; `held` is what a stage lets itself be brought to, lanes counted as they are kept: rows times the longest.
+    A stage has `hop_timeout_s` for a step, a ring that for each stop; once the usual times are known, some times these,
+    and at least `patience_s`.
     """
 
     lanes: int = 64
     rows: int = 256
     positions: int = 8192
     room: int = 2**20
+    held: int = 2**40
     open_timeout_s: float = 15.0
     hop_timeout_s: float = 30.0
     patience_s: float = 2.5

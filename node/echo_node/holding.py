@@ -207,4 +207,6 @@ def _limits(stage: Stage, terms: Terms) -> ChainLimits:
             f"{memory >> 20} MiB are left for keys and values of span {stage.span}, {room} positions; one group may"
             f" take {least}: free memory, raise inference.memory_share, or serve fewer layers (--max-layers)."
         )
-    return replace(ChainLimits(), room=min(room, 2**40))
+    # A head that counts honestly has rows of one lane of about the same length: twice the room is beyond it.
+    held = max(2 * room, cache_room(terms.model.folder, stage.span, free, value_bytes(stage.engine)))
+    return replace(ChainLimits(), room=min(room, 2**40), held=min(held, 2**41))
