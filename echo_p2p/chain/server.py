@@ -44,6 +44,7 @@ from echo_protocols.hop import (
     Prepare,
     Switch,
 )
+from echo_protocols.values import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +192,7 @@ class _ServedChain:
         self._background: trio.Nursery | None = None
         self._steps: trio.Nursery | None = None
         self._newest: Turn | None = None
+        self._prepared: set[PolicyVersion] = set()
 
     async def run(self) -> Failure:
         try:
@@ -221,6 +223,10 @@ class _ServedChain:
                 self._seat.end(frame.lane)
                 self._pass_on(frame)
             case Switch():
+                if frame.version not in self._prepared:
+                    text = f"{link.predecessor} switches to version {frame.version}, which it had nobody stage"
+                    raise broken("bad-frame", text, link.predecessor)
+                self._prepared = {version for version in self._prepared if version > frame.version}
                 async with host.turns.alone() as turn:
                     await host.switch(turn, frame.version)
                     self._pass_on(frame)
@@ -277,6 +283,7 @@ class _ServedChain:
         if not fault:
             try:
                 await self._host.prepare(frame.version, frame.timeout_s)
+                self._prepared.add(frame.version)
             except WeightsError as error:
                 fault = f"{self._host.peer}: {error}"[:500]
         try:
