@@ -127,12 +127,12 @@ def test_a_trainer_that_could_not_be_seen_for_a_while_gets_all_again() -> None:
     assert outbox.note({("t", 1.0): 25.0}, V3, 20.0) == (True, tuple(made))
 
 
-def test_a_new_process_that_releases_nothing_is_believed_when_it_speaks_again() -> None:
+def test_a_new_process_that_releases_nothing_is_believed_after_a_while() -> None:
     outbox = Outbox(8)
     outbox.note({("t", 1.0): 5.0}, V3, 0.0)
     outbox.note({("t", 2.0): 9.0}, V3, 9.0)
     made = filled(outbox, 60.0)
-    assert outbox.note({("t", 2.0): 9.0}, V3, 61.0) == (False, ())
+    assert outbox.note({("t", 2.0): 11.0}, V3, 61.0) == (False, ())  # it only has more to say
     assert outbox.note({("t", 2.0): 29.0}, V3, 62.0) == (True, tuple(made))
 
 

@@ -17,6 +17,9 @@ from echo_protocols.values import PolicyVersion
 SILENT_S: Final = 45.0
 """Without a sign, two renewals and a bit, after which a trainer counts as silent; who says that it leaves, at once."""
 
+LISTENS_AFTER_S: Final = 15.0
+"""How long after its first record a new process may be taken to hear what is published, if it releases nothing."""
+
 HELD_MAX_BYTES: Final = 64 << 20
 
 _INCARNATIONS_MAX = 64  # that are remembered: anybody's records are many, a trainer's are few
@@ -43,7 +46,7 @@ class Outbox:
         self._held: deque[bytes] = deque()
         self._held_bytes = self._under_way = 0
         self._version: PolicyVersion | None = None
-        self._heard: dict[tuple[str, float], float] = {}
+        self._heard: dict[tuple[str, float], tuple[float, float]] = {}  # when each process signed, first and last
         self._told: frozenset[tuple[str, float]] | None = None  # the processes that what is held was published to
         self._there = False
         self._sign_at = -inf
@@ -80,17 +83,17 @@ class Outbox:
     def note(self, signs: Signs, version: PolicyVersion | None, now: float) -> tuple[bool, tuple[bytes, ...]]:
         """Take in who is there, and the newest version known: whether that was a sign, and what to publish again.
 
-        A process that is new has to speak twice, or to release a version: it says that it is there before it listens.
+        A process that is new has to be there for a while, or to release a version: it speaks before it listens.
         """
         there, first = frozenset(signs), self._told is None
         told = there if self._told is None else self._told
         restarted = self._version is not None and version is not None and version.epoch != self._version.epoch
-        spoke = any(signs[each] > self._heard.get(each, signs[each]) for each in there)
+        spoke = any(self._speaks(each, signs[each], told) for each in there)
         is_sign = first or spoke or version != self._version
         self._version, self._there = version, bool(there)
         for each in there:
-            self._heard.pop(each, None)
-            self._heard[each] = signs[each]
+            since, _ = self._heard.pop(each, (signs[each], 0.0))
+            self._heard[each] = since, signs[each]
         for each in list(self._heard)[:-_INCARNATIONS_MAX]:
             del self._heard[each]
         self._told = there if is_sign or not there else told
@@ -102,3 +105,7 @@ class Outbox:
         self._held.clear()
         self._held_bytes = 0
         return True, ()
+
+    def _speaks(self, process: tuple[str, float], signed_at: float, told: frozenset[tuple[str, float]]) -> bool:
+        since, last = self._heard.get(process, (signed_at, signed_at))
+        return signed_at > last and (process in told or signed_at - since >= LISTENS_AFTER_S)
