@@ -308,48 +308,79 @@ class Fed:
         raise AssertionError("one release is enough")
 
 
+OLD, NEW = span(2, 4, 4), span(3, 4, 4)
+BEFORE = (Stop(peer=B, span=span(0, 2, 4)), Stop(peer=A, span=OLD))
+AFTER = (Stop(peer=B, span=span(0, 3, 4)), Stop(peer=A, span=NEW))
+
+
+def terms_of(folder: Path, loads: list[Span]) -> Terms:
+    """How A holds spans of the built-in model; `loads` is told of those that it loads."""
+    manifest = msgspec.structs.replace(MANIFEST, model="tiny", layers=4)
+    run = Run(manifest, manifest.run_id(), TRAINER.peer_id, 0.0)
+    presence = presence_of(from_seed(b"a" * 32), MemoryNetwork())
+    presence.swarm.join(run)
+    store = Store(folder, 1 << 30)
+    board = SimpleNamespace(presence=presence, config=SimpleNamespace(inference=InferenceConfig(engine="torch")))
+    model = SimpleNamespace(folder=resolve_model("tiny"), bring_weights=lambda span, report: loads.append(span))
+    return Terms(
+        board=board, run=run, model=model, feed=Fed(store), store=store,  # type: ignore[arg-type]
+        allow=lambda peer, opening: None, ended=lambda *ending: None, engaged=lambda: True,
+    )  # fmt: skip
+
+
+def follow(presence: Presence, number: int, chain: tuple[Stop, ...], *upcoming: Stop) -> None:
+    presence.swarm.plan = Plan(number=number, layers=4, chains=(chain,), upcoming=upcoming or UNSET)
+    presence.swarm.wake()
+
+
 def test_what_comes_is_loaded_beside_what_is_held_and_not_again_when_it_is_held(tmp_path: Path) -> None:
     loads: list[Span] = []
 
     async def main() -> None:
-        manifest = msgspec.structs.replace(MANIFEST, model="tiny", layers=4)
-        run = Run(manifest, manifest.run_id(), TRAINER.peer_id, 0.0)
-        presence = presence_of(from_seed(b"a" * 32), MemoryNetwork())
-        swarm = presence.swarm
-        swarm.join(run)
-        store = Store(tmp_path, 1 << 30)
-        board = SimpleNamespace(presence=presence, config=SimpleNamespace(inference=InferenceConfig(engine="torch")))
-        model = SimpleNamespace(folder=resolve_model("tiny"), bring_weights=lambda span, report: loads.append(span))
-        terms = Terms(
-            board=board, run=run, model=model, feed=Fed(store), store=store,  # type: ignore[arg-type]
-            allow=lambda peer, opening: None, ended=lambda *ending: None, engaged=lambda: True,
-        )  # fmt: skip
-        old, new = span(2, 4, 4), span(3, 4, 4)
-        before = (Stop(peer=B, span=span(0, 2, 4)), Stop(peer=A, span=old))
-        after = (Stop(peer=B, span=span(0, 3, 4)), Stop(peer=A, span=new))
-        swarm.plan = Plan(number=1, layers=4, chains=(before,))
+        terms = terms_of(tmp_path, loads)
+        presence = terms.board.presence
+        follow(presence, 1, BEFORE)
         with trio.fail_after(60):
-            async with hold(old, terms) as holding:
-                assert holding.span == old
-                swarm.plan = Plan(number=2, layers=4, chains=(before,), upcoming=(after[1],))
-                swarm.wake()
+            async with hold(OLD, terms) as holding:
+                assert holding.span == OLD
+                follow(presence, 2, BEFORE, AFTER[1])
                 while presence.record.prepared is UNSET:
-                    await swarm.changed(0.05)
-                assert presence.record.prepared == new
-                swarm.plan = Plan(number=3, layers=4, chains=(after,))
-            async with hold(new, terms) as holding:
+                    await presence.swarm.changed(0.05)
+                assert presence.record.prepared == NEW
+                follow(presence, 3, AFTER)
+            async with hold(NEW, terms) as holding:
                 assert holding.host.version == V0
                 assert holding.replica.applied == V0
                 assert presence.record.prepared is UNSET
-                swarm.plan = Plan(number=4, layers=4, chains=(after,), upcoming=(before[1],))
-                swarm.wake()
+                follow(presence, 4, AFTER, BEFORE[1])
                 while presence.record.prepared is UNSET:
-                    await swarm.changed(0.05)
-                swarm.plan = Plan(number=5, layers=4, chains=(after,))  # it comes to nothing
-                swarm.wake()
+                    await presence.swarm.changed(0.05)
+                follow(presence, 5, AFTER)  # it comes to nothing
                 while presence.record.prepared is not UNSET:
-                    await swarm.changed(0.05)
-        assert loads == [old, new, old]
+                    await presence.swarm.changed(0.05)
+        assert loads == [OLD, NEW, OLD]
         assert not terms.prepared
+
+    trio.run(main)
+
+
+def test_a_device_without_room_for_two_spans_goes_on_with_the_one_it_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loads: list[Span] = []
+
+    async def main() -> None:
+        terms = terms_of(tmp_path, loads)
+        presence = terms.board.presence
+        follow(presence, 1, BEFORE)
+        with trio.fail_after(60):
+            async with hold(OLD, terms):
+                terms.board.config.inference = InferenceConfig(engine="torch", memory_share=1e-6)
+                follow(presence, 2, BEFORE, AFTER[1])
+                while "can't be prepared" not in caplog.text:
+                    await presence.swarm.changed(0.05)
+                await presence.swarm.changed(0.05)
+        assert presence.record.prepared is UNSET
+        assert loads == [OLD]
 
     trio.run(main)

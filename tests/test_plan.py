@@ -267,6 +267,19 @@ def test_a_peer_that_can_not_be_placed_stands_by_and_moves_nobody() -> None:
     assert plan({"a": holds(2), "b": holds(2), "c": holds(2)}, work(4), second) is second
 
 
+@pytest.mark.parametrize(("head_layers", "joins"), [(0.5, False), (1.0, True)])  # a quarter more, and a half
+def test_who_joins_a_chain_makes_it_clearly_faster_or_stands_by(head_layers: float, joins: bool) -> None:
+    devices = {peer: Device(max_layers=2, layers_per_s=1.0, head_layers=head_layers) for peer in "abc"}
+    first = plan({peer: devices[peer] for peer in "ab"}, work(4), None, NEAR)
+    second = plan(devices, work(4), first, NEAR)
+    better = plan(devices, work(4), None, NEAR)
+    gain = tokens_per_s(devices, work(4), better, NEAR) / tokens_per_s(devices, work(4), first, NEAR)
+    assert gain > 1.2
+    assert (gain > 1.0 + MARGIN) == joins
+    assert (second.chains != first.chains) == joins
+    assert bool(second.standby) != joins
+
+
 def test_standbys_are_spread_over_the_spans_and_stay() -> None:
     devices = {peer: holds(3) for peer in "abcef"} | {"d": holds(2)}
     costs, chains = costs_of(devices, work(6), NEAR), [Laid((0, 1), (3, 3))]
